@@ -1,0 +1,12 @@
+"""Typed wrappers of ``torch.ops.sparse_cp_ops``: the documented way to call the ops from Python.
+
+Wrong types raise TypeError; wrong devices, dtypes, shapes, strides or values raise ValueError; both name the argument,
+what was expected and what came. Each module holds one op: its wrapper and its fake kernel for torch.compile.
+Layouts and exact semantics: docs/semantics.md and docs/kv_record.md.
+"""
+
+from sparse_cp_ops.ops._merge_attention_states import merge_attention_states
+
+__all__ = [
+    "merge_attention_states",
+]

@@ -1,0 +1,45 @@
+"""Type checks of the wrappers' arguments."""
+
+from typing import Any
+
+import torch
+
+
+def require_tensors(op: str, **arguments: Any) -> None:
+    """Raise TypeError unless every argument is a tensor."""
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{op}: {name}: expected a torch.Tensor, got {type(value).__name__}")
+
+
+def require_optional_tensors(op: str, **arguments: Any) -> None:
+    """Raise TypeError unless every argument is a tensor or None."""
+    require_tensors(op, **{name: value for name, value in arguments.items() if value is not None})
+
+
+def require_ints(op: str, **arguments: Any) -> None:
+    """Raise TypeError unless every argument is an int (a bool is none)."""
+    for name, value in arguments.items():
+        if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+            raise TypeError(f"{op}: {name}: expected int, got {type(value).__name__}")
+
+
+def require_floats(op: str, **arguments: Any) -> None:
+    """Raise TypeError unless every argument is a float or an int (a bool is none)."""
+    for name, value in arguments.items():
+        if not isinstance(value, (float, int, torch.SymFloat)) or isinstance(value, bool):
+            raise TypeError(f"{op}: {name}: expected float, got {type(value).__name__}")
+
+
+def require_bools(op: str, **arguments: Any) -> None:
+    """Raise TypeError unless every argument is a bool."""
+    for name, value in arguments.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{op}: {name}: expected bool, got {type(value).__name__}")
+
+
+def require_strs(op: str, **arguments: Any) -> None:
+    """Raise TypeError unless every argument is a str."""
+    for name, value in arguments.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{op}: {name}: expected str, got {type(value).__name__}")

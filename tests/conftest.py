@@ -1,0 +1,47 @@
+"""Fixtures of all tests: the devices of this machine and poisoned memory."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import sparse_cp_ops  # noqa: F401  (registers the ops)
+from sparse_cp_ops import _load
+
+HAS_CUDA = _load.CUDA_STATUS.loaded
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Every test that takes this fixture runs on the CPU and, where there is one, on the CUDA device."""
+    return str(request.param)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if HAS_CUDA:
+        return
+    left_out = [item for item in items if item.get_closest_marker("cuda")]
+    items[:] = [item for item in items if not item.get_closest_marker("cuda")]
+    config.stash[LEFT_OUT] = len(left_out)
+
+
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    count = config.stash.get(LEFT_OUT, 0)
+    if count:
+        terminalreporter.write_line(f"{count} CUDA tests left out: {_load.CUDA_STATUS.reason}")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """torch.empty returns NaN (floats) or the largest integer, so that an element nobody wrote shows.
+
+    torch fills fresh tensors in deterministic mode; tests about the other mode switch it off themselves.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(before)
