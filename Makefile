@@ -1,0 +1,45 @@
+# make demo | make test | make bench. An active virtual environment is used as it is; otherwise .venv is made here.
+TORCH ?= torch==2.13.0
+MAX_JOBS ?= 2
+export MAX_JOBS
+
+ACTIVE := $(shell python3 -c 'import sys; print(sys.executable if sys.prefix != sys.base_prefix else "")' 2>/dev/null)
+PY := $(if $(ACTIVE),$(ACTIVE),$(CURDIR)/.venv/bin/python)
+STAMP := build/.installed$(subst /,_,$(PY))
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: install demo test lint pytest bench clean
+
+install: $(STAMP)
+
+.venv/bin/python:
+	python3 -m venv .venv
+
+# torch is installed only where there is none: pip never upgrades the one that an environment brought along.
+$(STAMP): $(SOURCES) $(if $(ACTIVE),,.venv/bin/python)
+	$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install --quiet '$(TORCH)'
+	$(PY) -m pip install --quiet 'setuptools>=77' 'pybind11>=3.0' ninja numpy
+	$(PY) -m pip install --quiet --no-build-isolation -e '.[test]'
+	@mkdir -p build && touch $@
+
+demo: install
+	$(PY) examples/cp_prefill.py $(ARGS)
+
+test: lint pytest
+
+lint: install
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m mypy.stubtest sparse_cp_ops._config
+	$(dir $(PY))clang-format --dry-run -Werror $(CXX_FILES)
+
+pytest: install
+	$(PY) -m pytest $(ARGS)
+
+bench: install
+	$(PY) -m sparse_cp_ops bench $(ARGS)
+
+clean:
+	rm -rf build .venv sparse_cp_ops/*.so *.egg-info

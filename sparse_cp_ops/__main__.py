@@ -1,0 +1,26 @@
+"""``python -m sparse_cp_ops``: what is built and what can run; ``python -m sparse_cp_ops bench``: measure it."""
+
+import argparse
+import sys
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m sparse_cp_ops", description=__doc__)
+    commands = parser.add_subparsers(dest="command")
+    commands.add_parser("status", help="what is built, what can run here, and why not (the default)")
+    bench = commands.add_parser("bench", help="measure the ops beside the ceilings of this machine")
+    from sparse_cp_ops.bench import cli
+
+    cli.add_arguments(bench)
+    arguments = parser.parse_args(argv)
+    if arguments.command == "bench":
+        return cli.run(arguments)
+    from sparse_cp_ops._status import status_report
+
+    print(status_report())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

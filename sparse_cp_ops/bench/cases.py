@@ -1,0 +1,159 @@
+"""What is measured: one builder an op, and the standard shapes."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from sparse_cp_ops import ops
+from sparse_cp_ops.bench import inputs, torch_versions
+from sparse_cp_ops.bench.peers import Peers, Runners
+
+SCALE_V32 = 0.135234  # softmax scale of DeepSeek-V3.2: 192^-0.5 * (0.1 ln 40 + 1)^2
+
+
+@dataclass(frozen=True)
+class Work:
+    """A built case: the call, what it must move and compute at least, and what others do for the same result."""
+
+    run: Callable[[], object]
+    bytes_moved: float
+    flop: float = 0.0
+    others: dict[str, Runners] = field(default_factory=dict)
+
+
+Builder = Callable[[torch.device, Peers], Work]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table. ``ceiling`` names the GEMM rate that bounds ``flop``; ``graph``: timed by graph replays."""
+
+    op: str
+    shape: str
+    build: Builder
+    ceiling: str = "copy"
+    graph: bool = False
+
+
+def sparse_mla(
+    rows: int, tokens: int, heads: int, overlapping: bool = False, precision: str = "high"
+) -> Callable[[torch.device, Peers], Work]:
+    """Attention of ``rows`` queries over 2048 selected keys each."""
+
+    def build(device: torch.device, peers: Peers) -> Work:
+        topk = min(2048, tokens)
+        cache, kv = inputs.mla_cache(tokens, device)
+        q = torch.randn(rows, heads, 576, device=device).bfloat16()
+        indices = inputs.selected_positions(rows, tokens, topk, device, overlapping)
+        block_table, req_ids, _ = inputs.single_request(rows, tokens, device)
+        kv_lens = torch.full((rows,), tokens, dtype=torch.int32, device=device)
+        slots = block_table[0].long()[indices.long() // 64] * 64 + indices.long() % 64
+        if device.type == "cuda":
+            others = peers.sparse_mla(q, cache, slots.int(), kv, SCALE_V32)
+        else:
+            others = {"PyTorch": [lambda: torch_versions.sparse_mla(q, cache, slots, SCALE_V32)]}
+        return Work(
+            lambda: ops.sparse_mla_fp8_cp(
+                q, cache, indices, block_table, req_ids, kv_lens, SCALE_V32, precision, batch_invariant=rows > 512
+            ),
+            rows * (heads * (576 + 512) * 2 + topk * 4) + min(tokens, rows * topk) * 656,
+            2.0 * rows * heads * topk * 1088,
+            others,
+        )
+
+    return build
+
+
+def indexer(
+    rows: int, tokens: int, heads: int, op: str, precision: str = "fp32"
+) -> Callable[[torch.device, Peers], Work]:
+    """Scores alone, or scores and exact top-k 2048, of the last ``rows`` tokens of one request."""
+
+    def build(device: torch.device, peers: Peers) -> Work:
+        topk = 2048
+        cache, keys, scales = inputs.indexer_cache(tokens, device)
+        q8 = inputs.e4m3((rows, heads, 128), device)
+        if precision == "f16":
+            q8 = (torch.randn(rows, heads, 128, device=device) / 6).clamp(-0.875, 0.875).to(torch.float8_e4m3fn)
+            q8 = q8.view(torch.uint8)
+        weights = torch.randn(rows, heads, device=device) / 100
+        block_table, req_ids, kv_lens = inputs.single_request(rows, tokens, device)
+        arguments = (q8, weights, cache, block_table, req_ids, kv_lens)
+        slots = (block_table[0].long().unsqueeze(1) * 64 + torch.arange(64, device=device)).flatten()
+        pairs = float(kv_lens.sum(dtype=torch.int64))
+        if device.type == "cuda":
+            others = peers.indexer(q8, keys[slots], scales[slots], weights, kv_lens, topk)
+        else:
+            others = {"PyTorch": [lambda: torch_versions.scores(q8, weights, keys[slots], scales[slots])]}
+        if op == "indexer_scores_ragged_cp":
+            others = {name: runners for name, runners in others.items() if len(runners) == 1}
+            return Work(
+                lambda: ops.indexer_scores_ragged_cp(*arguments, tokens, precision),
+                rows * heads * 132 + tokens * 132 + rows * tokens * 4,
+                2.0 * pairs * heads * 128,
+                others,
+            )
+        return Work(
+            lambda: ops.indexer_topk_ragged_cp(*arguments, topk, 0, precision),
+            rows * heads * 132 + tokens * 132 + rows * topk * 4,
+            2.0 * pairs * heads * 128,
+            {name: runners for name, runners in others.items() if len(runners) == 2},
+        )
+
+    return build
+
+
+def attention_cases(device_type: str) -> Iterator[Case]:
+    """Sparse MLA: the prefill and decode shapes of docs/kernels.md."""
+    op = "sparse_mla_fp8_cp"
+    if device_type == "cpu":
+        for heads in (16, 128):
+            yield Case(op, f"256 x 8K, H={heads}", sparse_mla(256, 8192, heads), "fp32")
+        return
+    for rows, tokens, heads in [
+        (1024, 32768, 128),
+        (4096, 8192, 128),
+        (4096, 32768, 128),
+        (4096, 131072, 128),
+        (8192, 32768, 128),
+        (4096, 32768, 64),
+        (4096, 32768, 32),
+        (4096, 32768, 16),
+        (4096, 32768, 8),
+    ]:
+        yield Case(op, f"{rows} x {tokens // 1024}K, H={heads}", sparse_mla(rows, tokens, heads), "bf16")
+    yield Case(op, "4096 x 32K, H=128, overlapping", sparse_mla(4096, 32768, 128, overlapping=True), "bf16")
+    for heads in (128, 64):
+        for rows in (1, 4, 16, 64, 128, 256):
+            yield Case(op, f"decode {rows} rows, H={heads}", sparse_mla(rows, 32768, heads), "bf16", graph=True)
+
+
+def indexer_cases(device_type: str) -> Iterator[Case]:
+    """Scores alone and with top-k."""
+    if device_type == "cpu":
+        for op in ("indexer_scores_ragged_cp", "indexer_topk_ragged_cp"):
+            for heads in (16, 64):
+                yield Case(op, f"256 x 8K, Hi={heads}", indexer(256, 8192, heads, op), "fp32")
+        return
+    shapes = [(2048, 8192), (4096, 32768), (8192, 8192), (8192, 65536), (8192, 131072)]
+    for rows, tokens in shapes[:3]:
+        op = "indexer_scores_ragged_cp"
+        yield Case(op, f"{rows} x {tokens // 1024}K, Hi=64", indexer(rows, tokens, 64, op), "fp8")
+    op = "indexer_topk_ragged_cp"
+    for precision in ("fp32", "f16"):
+        for rows, tokens in shapes:
+            shape = f"{rows} x {tokens // 1024}K, Hi=64, {precision}"
+            yield Case(op, shape, indexer(rows, tokens, 64, op, precision), "fp8")
+    yield Case(op, "4096 x 32K, Hi=32, fp32", indexer(4096, 32768, 32, op), "fp8")
+    for rows in (2, 16, 128):
+        yield Case(op, f"decode {rows} rows, 64K keys", indexer(rows, 65536, 64, op), "fp8", graph=True)
+
+
+def all_cases(device_type: str) -> Iterator[Case]:
+    """Every case of a device type, op after op."""
+    from sparse_cp_ops.bench.small_cases import small_cases
+
+    yield from attention_cases(device_type)
+    yield from indexer_cases(device_type)
+    yield from small_cases(device_type)
