@@ -5,8 +5,12 @@ what was expected and what came. Each module holds one op: its wrapper and its f
 Layouts and exact semantics: docs/semantics.md and docs/kv_record.md.
 """
 
+from sparse_cp_ops.ops._indexer_scores_ragged_cp import indexer_scores_ragged_cp
+from sparse_cp_ops.ops._indexer_topk_ragged_cp import indexer_topk_ragged_cp
 from sparse_cp_ops.ops._merge_attention_states import merge_attention_states
 
 __all__ = [
+    "indexer_scores_ragged_cp",
+    "indexer_topk_ragged_cp",
     "merge_attention_states",
 ]
