@@ -8,9 +8,11 @@ Layouts and exact semantics: docs/semantics.md and docs/kv_record.md.
 from sparse_cp_ops.ops._indexer_scores_ragged_cp import indexer_scores_ragged_cp
 from sparse_cp_ops.ops._indexer_topk_ragged_cp import indexer_topk_ragged_cp
 from sparse_cp_ops.ops._merge_attention_states import merge_attention_states
+from sparse_cp_ops.ops._sparse_mla_fp8_cp import sparse_mla_fp8_cp
 
 __all__ = [
     "indexer_scores_ragged_cp",
     "indexer_topk_ragged_cp",
     "merge_attention_states",
+    "sparse_mla_fp8_cp",
 ]
