@@ -14,13 +14,16 @@ inline constexpr int64_t kLatentTiles = kLatentDim / kScaleTile;
 inline constexpr int64_t kMlaScaleOffset = kLatentDim;
 inline constexpr int64_t kMlaRopeOffset = kLatentDim + kLatentTiles * 4;
 inline constexpr int64_t kMlaRecordBytes = kMlaRopeOffset + kRopeDim * 2;
+inline constexpr int64_t kMlaRecordAlignment = 16;  // 656 = 41 * 16: rows are moved in 16-byte pieces
 
 // Indexer record: 128 x e4m3fn | fp32 scale. In a page the values of all tokens come first, then all scales.
 inline constexpr int64_t kIndexDim = 128;
 inline constexpr int64_t kIndexRecordBytes = kIndexDim + 4;
+inline constexpr int64_t kIndexRecordAlignment = 4;
 
 inline constexpr float kFp8Max = 448.0f;
 inline constexpr float kAmaxFloor = 1e-4f;
+inline constexpr float kHadamardScale = 0.08838834764831845f;  // 128^-0.5
 
 static_assert(kMlaRecordBytes == 656 && kIndexRecordBytes == 132);
 

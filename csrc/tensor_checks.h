@@ -119,6 +119,14 @@ inline void check_alignment(const Tensor& t, const char* name, int64_t bytes) {
             " bytes, got an address with remainder ", reinterpret_cast<uintptr_t>(t.data_ptr()) % bytes);
 }
 
+// uint8 rows that are read or written in pieces of `bytes`: the address and every stride but the last.
+inline void check_row_alignment(const Tensor& t, const char* name, int64_t bytes) {
+  check_alignment(t, name, bytes);
+  for (int64_t i = 0; i + 1 < t.dim(); ++i)
+    SCO_CHECK(t.size(i) <= 1 || t.stride(i) % bytes == 0, name, ": expected a stride that is a multiple of ", bytes,
+              " bytes in dimension ", i, ", got ", t.stride(i));
+}
+
 // ndim, device, dtype and shape of an argument in one line; strides are checked by the op that knows what it needs.
 inline void check_tensor(const Tensor& t, const char* name, const Tensor& like, const char* like_name, ScalarType dtype,
                          std::initializer_list<int64_t> shape) {

@@ -1,0 +1,46 @@
+// rope_ on the CPU.
+#include "../ops/rope_.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <type_traits>
+#include <vector>
+
+#include "numeric.h"
+#include "rope_row.h"
+
+namespace sparse_cp_ops {
+namespace {
+
+SCO_VECTOR_CLONES void rope_rows(const RopeParams& p, int64_t begin, int64_t end) {
+  std::vector<float> buffer(p.table.dim);
+  float* values = buffer.data();
+  for (int64_t row = begin; row < end; ++row) {
+    const float* cos_sin = cos_sin_row(p.table, row);
+    for (int64_t head = 0; head < p.heads; ++head) {
+      const int64_t offset = row * p.row_stride + head * p.head_stride;
+      if (p.is_bf16) {
+        uint16_t* x = static_cast<uint16_t*>(p.x) + offset;
+        for (int64_t i = 0; i < p.table.dim; ++i) values[i] = bf16_to_float(x[i]);
+        rope_in_place(values, cos_sin, p.table.dim, p.table.interleaved);
+        for (int64_t i = 0; i < p.table.dim; ++i) x[i] = float_to_bf16(values[i]);
+      } else {
+        float* x = static_cast<float*>(p.x) + offset;
+        rope_in_place(x, cos_sin, p.table.dim, p.table.interleaved);
+        for (int64_t i = 0; i < p.table.dim; ++i) x[i] = canonical_nan(x[i]);
+      }
+    }
+  }
+}
+
+void rope_(Tensor x, const Tensor& positions, const Tensor& cos_sin_cache, bool interleaved) {
+  const RopeParams p = prepare_rope_(x, positions, cos_sin_cache, interleaved);
+  if (value_checks_enabled()) check_rope_positions(positions, cos_sin_cache);
+  torch::stable::parallel_for(0, p.rows, grain_rows(p.heads * p.table.dim),
+                              [&](int64_t begin, int64_t end) { rope_rows(p, begin, end); });
+}
+
+}  // namespace
+}  // namespace sparse_cp_ops
+
+STABLE_TORCH_LIBRARY_IMPL(sparse_cp_ops, CPU, m) { m.impl("rope_", TORCH_BOX(&sparse_cp_ops::rope_)); }

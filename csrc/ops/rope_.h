@@ -1,0 +1,39 @@
+// rope_: checks and parameters, shared by the CPU and CUDA kernels.
+#pragma once
+
+#include "rope_table.h"
+
+namespace sparse_cp_ops {
+
+struct RopeParams {
+  void* x;  // [rows, heads, table.dim], bf16 or f32
+  RopeTable table;
+  int64_t rows, heads;
+  int64_t row_stride, head_stride;  // elements
+  bool is_bf16;
+};
+
+inline RopeParams prepare_rope_(const Tensor& x, const Tensor& positions, const Tensor& cos_sin_cache,
+                                bool interleaved) {
+  SCO_CHECK(x.dim() == 2 || x.dim() == 3, "x: expected 2 or 3 dimensions, got ", x.dim(), " (shape ", shape_string(x),
+            ")");
+  const ScalarType dtype = x.scalar_type();
+  SCO_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Float, "x: expected dtype bfloat16 or float32, got ",
+            dtype_name(dtype));
+  const RopeTable table = check_rope_table(positions, cos_sin_cache, interleaved, x.size(0), x, "x");
+  SCO_CHECK(table.dim % 2 == 0, "cos_sin_cache: expected an even rope_dim in dimension 1, got ", table.dim);
+  const bool has_heads = x.dim() == 3;
+  if (has_heads) check_shape(x, "x", {kAny, kAny, table.dim});
+  else check_shape(x, "x", {kAny, table.dim});
+  check_last_contiguous(x, "x");
+  check_writable(x, "x");
+  return {x.data_ptr(),
+          table,
+          x.size(0),
+          has_heads ? x.size(1) : 1,
+          x.stride(0),
+          has_heads ? x.stride(1) : 0,
+          dtype == ScalarType::BFloat16};
+}
+
+}  // namespace sparse_cp_ops
