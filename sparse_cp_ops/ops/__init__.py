@@ -6,6 +6,7 @@ Layouts and exact semantics: docs/semantics.md and docs/kv_record.md.
 """
 
 from sparse_cp_ops.ops._dequantize_kv import dequantize_kv
+from sparse_cp_ops.ops._expand_cp_plan import CpPlanRows, expand_cp_plan
 from sparse_cp_ops.ops._indexer_scores_ragged_cp import indexer_scores_ragged_cp
 from sparse_cp_ops.ops._indexer_topk_ragged_cp import indexer_topk_ragged_cp
 from sparse_cp_ops.ops._merge_attention_states import merge_attention_states
@@ -16,7 +17,9 @@ from sparse_cp_ops.ops._sparse_mla_fp8_cp import sparse_mla_fp8_cp
 from sparse_cp_ops.ops._write_kv_cache import write_kv_cache
 
 __all__ = [
+    "CpPlanRows",
     "dequantize_kv",
+    "expand_cp_plan",
     "indexer_scores_ragged_cp",
     "indexer_topk_ragged_cp",
     "merge_attention_states",

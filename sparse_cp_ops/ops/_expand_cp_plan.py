@@ -47,9 +47,7 @@ def expand_cp_plan(
             negative or tokens were cut.
     """
     require_tensors("expand_cp_plan", request_table=request_table)
-    require_ints(
-        "expand_cp_plan", cp_rank=cp_rank, cp_size=cp_size, local_rows=local_rows, total_tokens=total_tokens
-    )
+    require_ints("expand_cp_plan", cp_rank=cp_rank, cp_size=cp_size, local_rows=local_rows, total_tokens=total_tokens)
     require_strs("expand_cp_plan", split=split)
     rows = torch.ops.sparse_cp_ops.expand_cp_plan.default(
         request_table, cp_rank, cp_size, split, local_rows, total_tokens

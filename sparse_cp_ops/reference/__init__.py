@@ -1,6 +1,7 @@
 """Plain PyTorch versions of the ops: slow, readable, the definition that the kernels are tested against."""
 
 from sparse_cp_ops.reference._dequantize_kv import dequantize_kv
+from sparse_cp_ops.reference._expand_cp_plan import expand_cp_plan
 from sparse_cp_ops.reference._indexer_scores_ragged_cp import indexer_scores_ragged_cp
 from sparse_cp_ops.reference._indexer_topk_ragged_cp import indexer_topk_ragged_cp, select_topk
 from sparse_cp_ops.reference._merge_attention_states import merge_attention_states
@@ -12,6 +13,7 @@ from sparse_cp_ops.reference._write_kv_cache import write_kv_cache
 
 __all__ = [
     "dequantize_kv",
+    "expand_cp_plan",
     "indexer_scores_ragged_cp",
     "indexer_topk_ragged_cp",
     "merge_attention_states",

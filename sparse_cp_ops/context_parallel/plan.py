@@ -1,0 +1,266 @@
+"""The plan of one forward: which rows this rank computes, where they go, and what the forward decided beforehand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sparse_cp_ops import _config
+from sparse_cp_ops.ops import expand_cp_plan
+from sparse_cp_ops.ops._types import require_ints, require_strs
+
+Lengths = Tensor | Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class CpPlan:
+    """Made once a forward by :meth:`build` (usually through ``impl.prepare``) and passed explicitly to every call.
+
+    All tensors are int32 on one device. B = requests, T = packed new tokens of the batch, S = ranks, L = local rows of
+    every rank, pads included. A pad row has req_id -1, position 0, kv_len 0, token_id -1.
+
+    A plan is a plain argument under torch.compile: tensors, ints and strs, no object of ``sparse_cp_ops.config``.
+    Dynamo guards on the fields that the compiled region reads; ``generation``, ``used_rows`` and ``used_tokens`` change
+    every forward, so only eager code may read them.
+    """
+
+    req_ids: Tensor  # [L] request of a local row
+    positions: Tensor  # [L] position in its request, prefix included
+    kv_lens: Tensor  # [L] keys that the row may see: position + 1
+    token_ids: Tensor  # [L] row of the packed token stream
+    gathered_req_ids: Tensor  # [S * L] gathered row = rank * L + local row
+    gathered_positions: Tensor  # [S * L]
+    restore: Tensor  # [T] gathered row of a packed token
+    request_table: Tensor  # [B, 2] (prefix_len, new_len)
+    block_table: Tensor | None  # [B, W] page of every page_size tokens, negative = no page
+    cp_rank: int
+    cp_size: int
+    split: str  # "zigzag" or "interleave"
+    page_size: int
+    local_rows: int  # L
+    total_tokens: int  # T
+    num_requests: int  # B
+    used_rows: int  # of L and T, what the batch needs: less than a plan with capacities has
+    used_tokens: int
+    has_capacity: bool = False  # built with capacities: the one kind that copy_ may refill
+    generation: int = 0  # set by prepare: an impl refuses the plan of another forward
+    is_prefill: bool = True  # the rest is decided by prepare, too
+    use_cp: bool = True  # False: every rank runs the whole batch
+    head_mode: str = "full"  # "full", "head_slice" or "batch_slice"
+    method: int = 0  # value of a CPRotateMethod
+
+    @classmethod
+    def build(
+        cls,
+        new_lens: Lengths,
+        prefix_lens: Lengths,
+        cp_rank: int = 0,
+        cp_size: int = 1,
+        split: str = "zigzag",
+        page_size: int = 64,
+        block_table: Tensor | None = None,
+        max_positions: int | None = None,
+        device: torch.device | str = "cpu",
+        max_requests: int | None = None,
+        local_rows: int | None = None,
+        total_tokens: int | None = None,
+    ) -> "CpPlan":
+        """Check a batch and plan its rows; host time grows with the requests, not with the tokens.
+
+        Args:
+            new_lens: [B] int32 CPU tensor or sequence of ints, new tokens of each request.
+            prefix_lens: [B] likewise, tokens that are in the cache already.
+            cp_rank: this rank, in [0, cp_size).
+            cp_size: number of ranks that share the batch.
+            split: "zigzag" or "interleave", see :mod:`sparse_cp_ops.context_parallel.split`.
+            page_size: tokens a page: 16, 32, 64 or 128.
+            block_table: [B, W] int32 on ``device``; its width must cover prefix_len + new_len of every request, its
+                entries are not read.
+            max_positions: rows of the RoPE cache, if prefix_len + new_len is to be checked against them.
+            device: where the tensors are made.
+            max_requests: with the next two, capacities of a plan that CUDA graphs capture and :meth:`copy_` refills;
+                what is not given is what this batch needs. Rows behind the batch are pads, requests behind it have no
+                tokens and no pages.
+            local_rows: capacity L.
+            total_tokens: capacity T.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: a value does not fit; the message names the argument or request and what was expected.
+        """
+        require_ints("CpPlan.build", cp_rank=cp_rank, cp_size=cp_size, page_size=page_size)
+        require_strs("CpPlan.build", split=split)
+        capacities = {"max_requests": max_requests, "local_rows": local_rows, "total_tokens": total_tokens}
+        limits = {"max_positions": max_positions, **capacities}
+        require_ints("CpPlan.build", **{name: value for name, value in limits.items() if value is not None})
+        device = _device(device)
+        new, prefix = _lengths("new_lens", new_lens), _lengths("prefix_lens", prefix_lens)
+        requests = len(new)
+        if len(prefix) != requests:
+            raise ValueError(f"prefix_lens: expected shape [{requests}] (that of new_lens), got [{len(prefix)}]")
+        if block_table is not None:
+            _check_block_table(block_table, requests, device)
+        width = None if block_table is None else block_table.shape[1]
+        used_rows, used_tokens, _ = _config.plan_requests(
+            new, prefix, cp_rank, cp_size, split, page_size, width, max_positions
+        )
+        needed = {"max_requests": requests, "local_rows": used_rows, "total_tokens": used_tokens}
+        sizes = {name: _fit(name, needed[name], capacity) for name, capacity in capacities.items()}
+
+        num_requests = sizes["max_requests"]
+        request_table = _request_table(new, prefix, num_requests, device)
+        rows = expand_cp_plan(request_table, cp_rank, cp_size, split, sizes["local_rows"], sizes["total_tokens"])
+        has_capacity = any(capacity is not None for capacity in capacities.values())
+        if has_capacity and block_table is not None:
+            own = block_table.new_full((num_requests, block_table.shape[1]), -1)
+            own[:requests] = block_table
+            block_table = own
+        return cls(
+            *rows,
+            request_table=request_table,
+            block_table=block_table,
+            cp_rank=cp_rank,
+            cp_size=cp_size,
+            split=split,
+            page_size=page_size,
+            local_rows=sizes["local_rows"],
+            total_tokens=sizes["total_tokens"],
+            num_requests=num_requests,
+            used_rows=used_rows,
+            used_tokens=used_tokens,
+            has_capacity=has_capacity,
+            use_cp=cp_size > 1,
+        )
+
+    def copy_(self, new: "CpPlan") -> "CpPlan":
+        """Refill the buffers of a plan built with capacities from the plan of another batch, on the current stream.
+
+        Captured graphs read the same buffers at the next replay. What a capture has baked in must agree: rank, split,
+        page size, and what prepare decided. The generation becomes that of ``new``.
+
+        Raises:
+            TypeError: ``new`` is no CpPlan.
+            ValueError: this plan has no capacities, ``new`` exceeds them, or a fixed field differs.
+        """
+        if not isinstance(new, CpPlan):
+            raise TypeError(f"CpPlan.copy_: new: expected a CpPlan, got {type(new).__name__}")
+        if not self.has_capacity:
+            raise ValueError(
+                "CpPlan.copy_: only a plan built with capacities (max_requests, local_rows, ...) is mutable"
+            )
+        for name in _FIXED:
+            mine, theirs = getattr(self, name), getattr(new, name)
+            if mine != theirs:
+                raise ValueError(f"CpPlan.copy_: {name}: expected {mine!r} as in this plan, got {theirs!r}")
+        if self.request_table.device != new.request_table.device:
+            raise ValueError(
+                f"CpPlan.copy_: expected a plan on {self.request_table.device}, got one on {new.request_table.device}"
+            )
+        _fit("num_requests", new.num_requests, self.num_requests)
+        _fit("local_rows", new.used_rows, self.local_rows)
+        _fit("total_tokens", new.used_tokens, self.total_tokens)
+        self._copy_block_table(new)
+        _fill_rows(self.request_table, new.request_table, 0)
+        rows = expand_cp_plan(
+            self.request_table, self.cp_rank, self.cp_size, self.split, self.local_rows, self.total_tokens
+        )
+        for name, source in rows._asdict().items():
+            getattr(self, name).copy_(source)
+        for name in ("used_rows", "used_tokens", "generation"):
+            object.__setattr__(self, name, getattr(new, name))
+        return self
+
+    def _copy_block_table(self, new: "CpPlan") -> None:
+        if (self.block_table is None) != (new.block_table is None):
+            expected = "no block_table" if self.block_table is None else "a block_table"
+            raise ValueError(f"CpPlan.copy_: expected a plan with {expected}, as this one")
+        if self.block_table is not None and new.block_table is not None:
+            width = new.block_table.shape[1]
+            _fit("block_table width", width, self.block_table.shape[1])
+            self.block_table[:, width:] = -1
+            _fill_rows(self.block_table[:, :width], new.block_table, -1)
+
+
+def batch_work(new_lens: Lengths, prefix_lens: Lengths) -> tuple[int, int]:
+    """New tokens of a batch and its (query, key) pairs: what ``PrefillCPConfig.pays`` decides by.
+
+    Args and errors as in :meth:`CpPlan.build`.
+    """
+    new, prefix = _lengths("new_lens", new_lens), _lengths("prefix_lens", prefix_lens)
+    if len(prefix) != len(new):
+        raise ValueError(f"prefix_lens: expected shape [{len(new)}] (that of new_lens), got [{len(prefix)}]")
+    _, tokens, kv_work = _config.plan_requests(new, prefix, 0, 1, "interleave", 64, None, None)
+    return tokens, kv_work
+
+
+_FIXED = ("cp_rank", "cp_size", "split", "page_size", "is_prefill", "use_cp", "head_mode", "method")
+_INT32 = np.iinfo(np.int32)
+
+
+def _lengths(name: str, value: Lengths) -> NDArray[np.int32]:
+    """int32 array [B] over the lengths; no copy of a tensor."""
+    if isinstance(value, Tensor):
+        if value.ndim != 1:
+            raise ValueError(f"{name}: expected 1 dimension, got {value.ndim} (shape {list(value.shape)})")
+        if value.device.type != "cpu":
+            raise ValueError(f"{name}: expected device cpu (the plan reads it on the host), got {value.device}")
+        if value.dtype != torch.int32:
+            raise ValueError(f"{name}: expected dtype int32, got {str(value.dtype).removeprefix('torch.')}")
+        return value.detach().numpy()
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name}: expected an int32 CPU tensor or a sequence of ints, got {type(value).__name__}")
+    for i, length in enumerate(value):
+        if not isinstance(length, int) or isinstance(length, bool):
+            raise TypeError(f"{name}[{i}]: expected int, got {type(length).__name__}")
+        if not _INT32.min <= length <= _INT32.max:
+            raise ValueError(f"{name}[{i}]: expected an int32, got {length}")
+    return np.array(value, dtype=np.int32)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    if not isinstance(device, (torch.device, str)):
+        raise TypeError(f"device: expected a torch.device or str, got {type(device).__name__}")
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _check_block_table(block_table: Tensor, requests: int, device: torch.device) -> None:
+    if not isinstance(block_table, Tensor):
+        raise TypeError(f"block_table: expected a torch.Tensor, got {type(block_table).__name__}")
+    if block_table.ndim != 2 or block_table.shape[0] != requests:
+        raise ValueError(f"block_table: expected shape [{requests}, *] (B of new_lens), got {list(block_table.shape)}")
+    if block_table.dtype != torch.int32:
+        raise ValueError(f"block_table: expected dtype int32, got {str(block_table.dtype).removeprefix('torch.')}")
+    if block_table.device != device:
+        raise ValueError(f"block_table: expected device {device} (that of the plan), got {block_table.device}")
+
+
+def _fit(name: str, needed: int, capacity: int | None) -> int:
+    """The size of a buffer: its capacity, which must hold what is needed, or just that."""
+    if capacity is None:
+        return needed
+    if needed > capacity:
+        raise ValueError(f"{name}: the batch needs {needed}, over the capacity of {capacity}")
+    return capacity
+
+
+def _request_table(new: NDArray[np.int32], prefix: NDArray[np.int32], rows: int, device: torch.device) -> Tensor:
+    """[rows, 2] on the device by one copy that does not wait.
+
+    The pinned source comes from torch's host allocator, which gives it out again only after the copy has run.
+    """
+    on_host = torch.empty((rows, 2), dtype=torch.int32, pin_memory=device.type == "cuda")
+    _config.fill_request_table(new, prefix, on_host.numpy())
+    return on_host.to(device, non_blocking=True)
+
+
+def _fill_rows(target: Tensor, source: Tensor, fill: int) -> None:
+    """``source`` into the first rows of ``target``, ``fill`` behind it."""
+    rows = source.shape[0]
+    target[:rows] = source
+    target[rows:] = fill
