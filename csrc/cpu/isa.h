@@ -19,12 +19,12 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define SCO_HAS_X86_LEVELS 1
-#define SCO_BEGIN_AVX2 _Pragma("GCC push_options") _Pragma("GCC target(\"avx2,fma\")")
+#define SCO_BEGIN_AVX2 _Pragma("GCC push_options") _Pragma("GCC target(\"avx2,fma,f16c\")")
 #define SCO_BEGIN_AVX512 \
-  _Pragma("GCC push_options") _Pragma("GCC target(\"avx2,fma,avx512f,avx512bw,avx512dq,avx512vl\")")
+  _Pragma("GCC push_options") _Pragma("GCC target(\"avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl\")")
 #define SCO_BEGIN_AVX512_BF16 \
   _Pragma("GCC push_options") \
-      _Pragma("GCC target(\"avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16\")")
+      _Pragma("GCC target(\"avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16\")")
 #define SCO_END_TARGET _Pragma("GCC pop_options")
 #else
 #define SCO_HAS_X86_LEVELS 0
@@ -36,7 +36,8 @@ enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512Bf16 };
 
 inline Isa best_isa() {
 #if SCO_HAS_X86_LEVELS
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Isa::kGeneric;
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
+    return Isa::kGeneric;
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
       !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
     return Isa::kAvx2;
