@@ -85,7 +85,9 @@ extensions = [
     ),
 ]
 if cuda_home:
-    nvcc_flags = ["-O3", "-std=c++20", "-lineinfo", "--threads=2", "-Xcompiler=-fvisibility=hidden", *ARCH_FLAGS]
+    # Relaxed constexpr: the kernels use the constexpr functions of kv_record.h.
+    nvcc_flags = ["-O3", "-std=c++20", "-lineinfo", "--expt-relaxed-constexpr", "--threads=2"]
+    nvcc_flags += ["-Xcompiler=-fvisibility=hidden", *ARCH_FLAGS]
     extensions.append(
         cpp_extension.CppExtension(
             "sparse_cp_ops._C_cuda",
