@@ -1,0 +1,316 @@
+"""Everything that travels between ranks: the one file that talks to torch.distributed.
+
+Eager calls and CUDA graphs use the process group itself; the gather of a layer then runs on a stream of its own. Under
+torch.compile the functional collectives are traced, and the overlap is where the wait stands.
+
+Every rank of a group calls the same functions in the same order; sizes are equal on all ranks, whatever rows they own.
+A rank that fails leaves the others in a collective that ends with an error after the process group's timeout.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sparse_cp_ops.config import ParallelismConfig
+    from sparse_cp_ops.context_parallel.plan import CpPlan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CpGroup:
+    """The ranks that share a batch. Made once a model; forwards under torch.compile read ``name`` and ``size`` only.
+
+    Attributes:
+        size: number of ranks; 1 means that nothing is ever communicated.
+        rank: this process within the group.
+        name: how the functional collectives find the group; "" for a single rank.
+        process_group: None for a single rank.
+    """
+
+    size: int = 1
+    rank: int = 0
+    name: str = ""
+    process_group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> CpGroup:
+        """The ranks of a process group; None is a single rank."""
+        if group is None or group.size() == 1:
+            return cls()
+        return cls(group.size(), group.rank(), group.group_name, group)
+
+
+def all_reduce_sum(x: Tensor, group: CpGroup) -> Tensor:
+    """Sum over the ranks. Uses up ``x``: eagerly the sum is written into it."""
+    if group.size == 1:
+        return x
+    if torch.compiler.is_compiling():
+        return _wait_functional(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group.name))
+    x = x.contiguous()
+    dist.all_reduce(x, group=group.process_group)
+    return x
+
+
+def all_gather_rows(x: Tensor, group: CpGroup) -> Tensor:
+    """[n, ...] of every rank -> [size * n, ...] on all of them, rank after rank. n is the same everywhere."""
+    if group.size == 1:
+        return x
+    x = x.contiguous()
+    if torch.compiler.is_compiling():
+        return _wait_functional(torch.ops._c10d_functional.all_gather_into_tensor(x, group.size, group.name))
+    gathered = x.new_empty(group.size * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(gathered, x, group=group.process_group)
+    return gathered
+
+
+def restore_rows(local: Tensor, plan: CpPlan, group: CpGroup) -> Tensor:
+    """Rows that the ranks computed -> all rows of the batch in logical order, on every rank.
+
+    Args:
+        local: [L, ...], the rows that ``plan`` gives this rank.
+        plan: the forward's plan. Without split rows (``use_cp`` False) ``local`` already holds all of them.
+
+    Returns:
+        [T, ...]; zeros behind the last token of a plan with spare room.
+    """
+    if not plan.use_cp:
+        return local
+    gathered = all_gather_rows(local, group)
+    rows = gathered.index_select(0, plan.restore.clamp(min=0))
+    return rows.masked_fill_((plan.restore < 0).view(-1, *[1] * (rows.ndim - 1)), 0)
+
+
+def last_token_rows(local: Tensor, plan: CpPlan, group: CpGroup) -> Tensor:
+    """The row of the last new token of every request, on every rank: B rows travel instead of T.
+
+    Args:
+        local: [L, ...], the rows that ``plan`` gives this rank.
+        plan: the forward's plan.
+
+    Returns:
+        [B, ...]; zeros for a request without new tokens.
+    """
+    new_lens = plan.request_table[:, 1]
+    last = new_lens.cumsum(0) - 1  # row of the packed stream; meaningless where new_lens is 0
+    if plan.restore.shape[0] == 0:
+        return local.new_zeros(new_lens.shape[0], *local.shape[1:])
+    gathered_row = plan.restore.index_select(0, last.clamp(min=0)).clamp(min=0)
+    if plan.use_cp:
+        # Every rank sends one row a request, whoever owns it, so that sizes don't depend on the rank.
+        rows = plan.local_rows
+        owner = gathered_row // rows
+        mine = local.index_select(0, gathered_row - owner * rows)
+        per_rank = all_gather_rows(mine, group).view(group.size, *mine.shape)
+        picked = per_rank[owner.long(), torch.arange(mine.shape[0], device=mine.device)]
+    else:
+        picked = local.index_select(0, gathered_row)
+    return picked.masked_fill_((new_lens <= 0).view(-1, *[1] * (picked.ndim - 1)), 0)
+
+
+def require_agreement(digest: int, group: CpGroup, device: torch.device) -> None:
+    """Refuse a forward for which the ranks hold different inputs, before a gather of unequal sizes hangs or aborts.
+
+    On the CPU all ranks raise ValueError. On CUDA, where the host must not wait, the comparison is a kernel: a
+    difference ends the process with a device-side assertion.
+
+    Args:
+        digest: 64-bit signed number made from everything that the ranks have to agree on.
+        device: device of the forward.
+    """
+    mine = torch.tensor([digest], dtype=torch.int64)
+    if device.type == "cpu":
+        digests = all_gather_rows(mine, group).tolist()
+        if len(set(digests)) > 1:
+            differing = [rank for rank, other in enumerate(digests) if other != digest]
+            raise ValueError(
+                f"prepare: expected the same batch on all {group.size} ranks, but rank {group.rank} has another "
+                f"is_prefill, new_lens, prefix_lens or configuration than ranks {differing}"
+            )
+        return
+    digests_on_device = all_gather_rows(mine.pin_memory().to(device, non_blocking=True), group)
+    torch._assert_async((digests_on_device == digests_on_device[0]).all(), "prepare: the ranks hold different batches")
+
+
+class BlockGather:
+    """One all-gather of equal blocks, in place: fill ``own``, ``start``, compute something else, ``wait``.
+
+    Attributes:
+        own: uint8 [block_bytes], this rank's block.
+    """
+
+    def __init__(self, group: CpGroup, block_bytes: int, device: torch.device, max_registered_bytes: int) -> None:
+        """Take a buffer: the registered one if it is there, free and large enough, plain memory otherwise.
+
+        Args:
+            group: the ranks, more than one.
+            block_bytes: bytes of a rank's block, the same on all ranks, a multiple of 16.
+            device: where the block lives.
+            max_registered_bytes: a larger gather uses plain memory.
+        """
+        self.group = group
+        total = group.size * block_bytes
+        registered = _registered_buffers.get(group.name)
+        buffer = None
+        if registered is not None and total <= max_registered_bytes:
+            buffer = registered.take(total, self)
+        if buffer is None:
+            buffer = torch.empty(total, dtype=torch.uint8, device=device)
+        self._blocks = buffer.view(group.size, block_bytes)
+        self.own = self._blocks[group.rank]
+        self._work: Any = None
+        self._done: torch.cuda.Event | None = None
+
+    def start(self, overlap: bool) -> None:
+        """Begin: on the gather stream (CUDA) or in the background (CPU) with ``overlap``, else in line."""
+        arguments = (self._blocks.view(-1), self.own)
+        process_group = self.group.process_group
+        if not overlap:
+            dist.all_gather_into_tensor(*arguments, group=process_group)
+        elif self.own.is_cuda:
+            stream = _gather_stream(self.own.device)
+            stream.wait_stream(torch.cuda.current_stream(self.own.device))
+            with torch.cuda.stream(stream):
+                dist.all_gather_into_tensor(*arguments, group=process_group)
+                self._done = stream.record_event()
+        else:
+            self._work = dist.all_gather_into_tensor(*arguments, group=process_group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """uint8 [size, block_bytes], all blocks. On CUDA the current stream waits, not the host."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._done is not None:
+            torch.cuda.current_stream(self.own.device).wait_event(self._done)
+            self._done = None
+        return self._blocks
+
+    def __del__(self) -> None:
+        # Abandoned by an exception: whoever gets this memory next, on this stream, comes after the gather.
+        if getattr(self, "_done", None) is not None:
+            self.wait()
+
+
+@dataclass(frozen=True)
+class TracedBlockGather:
+    """:class:`BlockGather` under torch.compile: the functional collective, between two graph nodes."""
+
+    group: CpGroup
+    own: Tensor
+
+    def start(self) -> Tensor:
+        """Node that begins; its result is to be read behind :meth:`wait` only."""
+        blocks: Tensor = torch.ops._c10d_functional.all_gather_into_tensor(self.own, self.group.size, self.group.name)
+        return blocks
+
+    def wait(self, blocks: Tensor) -> Tensor:
+        """uint8 [size, block_bytes], all blocks."""
+        return _wait_functional(blocks).view(self.group.size, -1)
+
+
+def _wait_functional(x: Tensor) -> Tensor:
+    waited: Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    return waited
+
+
+@functools.cache
+def _gather_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all gathers of a device: one, as the ranks have to issue them in one order."""
+    return torch.cuda.Stream(device)
+
+
+class _RegisteredBuffer:
+    """Persistent memory that NCCL has registered, lent to one gather at a time."""
+
+    def __init__(self, nbytes: int, device: torch.device, process_group: dist.ProcessGroup) -> None:
+        backend: Any = process_group._get_backend(device)
+        self._pool = torch.cuda.MemPool(backend.mem_allocator)
+        with torch.cuda.use_mem_pool(self._pool, device=device):
+            self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        backend.register_mem_pool(self._pool)
+        self._borrower: weakref.ref[BlockGather] | None = None
+        self._last_stream: torch.cuda.Stream | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes.shape[0]
+
+    def take(self, nbytes: int, borrower: BlockGather) -> Tensor | None:
+        """The first bytes of the buffer until ``borrower`` is gone, or None while another gather has them."""
+        if nbytes > self.nbytes or (self._borrower is not None and self._borrower() is not None):
+            return None
+        stream = torch.cuda.current_stream(self._bytes.device)
+        # The last borrower's scatter may still run on its stream. A capture must not wait on what is outside of it;
+        # there the order of replays is the caller's, as it is for the caches.
+        if self._last_stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
+        self._borrower = weakref.ref(borrower)
+        return self._bytes[:nbytes]
+
+
+_registered_buffers: dict[str, _RegisteredBuffer] = {}
+
+
+def init_user_buffers_environment(
+    config: ParallelismConfig, group: dist.ProcessGroup | None, device: torch.device | str, strict: bool = False
+) -> bool:
+    """Give the gathers of a group persistent buffers that NCCL has registered.
+
+    They are made only if ``use_ub_comm`` is set, torch.distributed is initialised, context parallelism is enabled, the
+    group has several ranks, the device is CUDA and the backend can register memory. Otherwise the first check that
+    failed is logged and plain collectives run, with the same results. Calling it again for a group changes nothing.
+
+    Args:
+        config: the parallelism; ``prefill_cp_config.comm_buffer_size`` bytes are allocated.
+        group: the ranks of the gathers; None = no ranks to talk to.
+        device: device of the forwards.
+        strict: raise instead of falling back.
+
+    Returns:
+        Whether registered buffers are in place.
+
+    Raises:
+        RuntimeError: a check failed and ``strict`` is set.
+    """
+    reason = _why_no_user_buffers(config, group, torch.device(device))
+    if reason is None:
+        assert group is not None
+        if group.group_name not in _registered_buffers:
+            try:
+                _registered_buffers[group.group_name] = _RegisteredBuffer(
+                    config.prefill_cp_config.comm_buffer_size, torch.device(device), group
+                )
+            except Exception as error:  # whatever the backend can't do, plain collectives still can
+                reason = f"the backend did not register the buffers ({type(error).__name__}: {error})"
+    if reason is None:
+        return True
+    if strict:
+        raise RuntimeError(f"init_user_buffers_environment: {reason}")
+    logger.info("no registered gather buffers, plain collectives run: %s", reason)
+    return False
+
+
+def _why_no_user_buffers(
+    config: ParallelismConfig, group: dist.ProcessGroup | None, device: torch.device
+) -> str | None:
+    cp = config.prefill_cp_config
+    checks = (
+        (lambda: config.use_ub_comm, "use_ub_comm is not set"),
+        (lambda: dist.is_available() and dist.is_initialized(), "torch.distributed is not initialised"),
+        (cp.is_enabled, f"context parallelism is not enabled (method {cp.method})"),
+        (lambda: group is not None and group.size() > 1, "the group has no other rank"),
+        (lambda: device.type == "cuda", f"the device is {device}, not CUDA"),
+        (lambda: cp.comm_buffer_size > 0, "comm_buffer_size is 0"),
+    )
+    return next((reason for holds, reason in checks if not holds()), None)

@@ -1,0 +1,83 @@
+"""The two paged FP8 caches of a model: latent keys and values, and indexer keys (docs/kv_record.md)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+MLA_RECORD_BYTES = 656
+INDEX_RECORD_BYTES = 132
+PAGE_SIZES = (16, 32, 64, 128)
+
+
+class PagedKvCache:
+    """Pages of all layers; page ``p`` holds the same tokens in every layer.
+
+    The pages start as zero bytes: a slot that nobody wrote reads as zeros, never as NaN.
+
+    Attributes:
+        mla: a list, uint8 [num_pages, page_size, 656] a layer.
+        indexer: a list, uint8 [num_pages, page_size * 132] a layer, None for layers without an indexer.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int = 64,
+        device: torch.device | str = "cpu",
+        indexer_layers: Sequence[bool] | None = None,
+    ) -> None:
+        """Allocate the pages.
+
+        Args:
+            num_layers: layers of the model.
+            num_pages: pages of each layer.
+            page_size: tokens a page, one of 16, 32, 64, 128.
+            device: where the pages live.
+            indexer_layers: whether each layer has an indexer of its own; None = all have.
+
+        Raises:
+            ValueError: an argument out of range.
+        """
+        for name, value in (("num_layers", num_layers), ("num_pages", num_pages)):
+            if value < 1:
+                raise ValueError(f"PagedKvCache: {name}: expected at least 1, got {value}")
+        if page_size not in PAGE_SIZES:
+            raise ValueError(f"PagedKvCache: page_size: expected one of {PAGE_SIZES}, got {page_size}")
+        owners = (True,) * num_layers if indexer_layers is None else tuple(bool(owner) for owner in indexer_layers)
+        if len(owners) != num_layers:
+            raise ValueError(f"PagedKvCache: indexer_layers: expected {num_layers} entries, got {len(owners)}")
+        self.num_layers = num_layers
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.device = torch.device(device)
+        self.indexer_layers = owners
+
+        def pages(*shape: int) -> Tensor:
+            return torch.zeros(num_pages, *shape, dtype=torch.uint8, device=device)
+
+        # Never inference tensors: a forward outside inference mode could not write to those.
+        with torch.inference_mode(False):
+            self.mla: list[Tensor] = [pages(page_size, MLA_RECORD_BYTES) for _ in owners]
+            self.indexer: list[Tensor | None] = [
+                pages(page_size * INDEX_RECORD_BYTES) if owner else None for owner in owners
+            ]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers and both caches."""
+        mla, index = self.num_layers * MLA_RECORD_BYTES, sum(self.indexer_layers) * INDEX_RECORD_BYTES
+        return self.page_size * (mla + index)
+
+    def layout_fingerprint(self, model: str = "") -> bytes:
+        """16 bytes that differ between caches whose pages can't be exchanged.
+
+        Args:
+            model: what else the bytes depend on: the model, its weights' version, the scale format.
+        """
+        layout = (model, self.page_size, MLA_RECORD_BYTES, INDEX_RECORD_BYTES, self.indexer_layers)
+        return hashlib.blake2b(repr(layout).encode(), digest_size=16).digest()

@@ -1,0 +1,123 @@
+"""Decides how one forward runs and makes its plan; also refuses plans of other forwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+
+import torch
+
+from sparse_cp_ops.config import CPRotateMethod, ParallelismConfig
+from sparse_cp_ops.context_parallel.collectives import CpGroup, require_agreement
+from sparse_cp_ops.context_parallel.plan import CpPlan, PlanLease
+from sparse_cp_ops.nn.inputs import AttentionInputs
+from sparse_cp_ops.nn.mla_config import MlaConfig
+
+# Counted over the whole process, so that a plan of another impl is one of another generation as well.
+_generations = itertools.count(1)
+
+RUNNING_METHODS = (CPRotateMethod.ALL_GATHER, CPRotateMethod.ALL_GATHER_WITH_OVERLAP)
+
+
+def require_supported(config: ParallelismConfig) -> None:
+    """Refuse what no implementation of this package runs, instead of ignoring it.
+
+    Raises:
+        ValueError: the method is ALLTOALL or UNKNOWN, or ``kv_cache_sharded`` is set.
+    """
+    cp = config.prefill_cp_config
+    if cp.method in (CPRotateMethod.ALLTOALL, CPRotateMethod.UNKNOWN):
+        raise ValueError(
+            "prefill_cp_config.method: expected DISABLED, ALL_GATHER, ALL_GATHER_WITH_OVERLAP or PREFILL_CP, "
+            f"got {cp.method.name}, which is not implemented"
+        )
+    if cp.kv_cache_sharded:
+        raise ValueError(
+            "prefill_cp_config.kv_cache_sharded: expected False, got True: every rank holds the whole cache"
+        )
+
+
+def runs_context_parallel(config: ParallelismConfig) -> bool:
+    """Whether prefill rows are split among the ranks of this configuration's tensor-parallel group."""
+    return config.prefill_cp_config.method in RUNNING_METHODS and config.tp_size > 1
+
+
+class ForwardPlanner:
+    """Makes the plan of each forward of a model. It remembers which plan is the current one, and nothing else."""
+
+    def __init__(self, mla_config: MlaConfig, parallelism_config: ParallelismConfig, group: CpGroup) -> None:
+        require_supported(parallelism_config)
+        self.mla_config = mla_config
+        self.parallelism_config = parallelism_config
+        self.group = group
+        self._lease: PlanLease | None = None
+
+    def prepare(
+        self,
+        inputs: AttentionInputs,
+        split_prefill: bool,
+        max_requests: int | None = None,
+        local_rows: int | None = None,
+        total_tokens: int | None = None,
+    ) -> CpPlan:
+        """The plan of one forward; every earlier plan becomes stale.
+
+        Args:
+            inputs: the batch; read only, and the same on all ranks.
+            split_prefill: whether prefill rows may be split among the ranks.
+            max_requests, local_rows, total_tokens: room for CUDA graphs, see :meth:`CpPlan.build`.
+
+        Raises:
+            ValueError: an unsupported configuration, lengths that don't fit, or ranks with different inputs.
+        """
+        require_supported(self.parallelism_config)
+        group, cp = self.group, self.parallelism_config.prefill_cp_config
+        use_cp = split_prefill and inputs.is_prefill and group.size > 1 and self._pays(inputs)
+        head_mode = "replicated" if inputs.is_prefill or group.size == 1 else cp.decode_mode
+        if group.size > 1 and (head_mode != "replicated" or (split_prefill and inputs.is_prefill)):
+            # Ahead of the checks of the lengths: what is wrong on one rank only is then an error on all of them.
+            require_agreement(self._digest(inputs, use_cp, head_mode), group, inputs.device)
+        split_rows = use_cp or head_mode == "batch_slice"
+        plan = CpPlan.build(
+            inputs.new_lens,
+            inputs.prefix_lens,
+            cp_rank=group.rank if split_rows else 0,
+            cp_size=group.size if split_rows else 1,
+            # One token a request: only interleaving spreads decode rows evenly.
+            split=cp.split if inputs.is_prefill else "interleave",
+            page_size=self.mla_config.page_size,
+            block_table=inputs.block_table,
+            max_positions=self.mla_config.max_positions,
+            device=inputs.device,
+            max_requests=max_requests,
+            local_rows=local_rows,
+            total_tokens=total_tokens,
+        )
+        if self._lease is not None:
+            self._lease.current = False
+        self._lease = PlanLease()
+        return dataclasses.replace(
+            plan,
+            generation=next(_generations),
+            lease=self._lease,
+            is_prefill=inputs.is_prefill,
+            use_cp=use_cp,
+            head_mode=head_mode,
+            method=cp.method.name,
+        )
+
+    def _pays(self, inputs: AttentionInputs) -> bool:
+        """Whether the batch reaches the thresholds below which one rank alone is faster."""
+        new, prefix = inputs.new_lens.long(), inputs.prefix_lens.long()
+        kv_work = new * prefix + new * (new + 1) // 2  # (query, key) pairs
+        tokens, pairs = torch.stack([new, kv_work]).sum(1).tolist()
+        return self.parallelism_config.prefill_cp_config.pays(tokens, pairs)
+
+    def _digest(self, inputs: AttentionInputs, use_cp: bool, head_mode: str) -> int:
+        cp = self.parallelism_config.prefill_cp_config
+        digest = hashlib.blake2b(digest_size=8)
+        digest.update(repr((inputs.is_prefill, use_cp, head_mode, cp.split, cp.method, self.mla_config)).encode())
+        digest.update(inputs.new_lens.contiguous().numpy())
+        digest.update(inputs.prefix_lens.contiguous().numpy())
+        return int.from_bytes(digest.digest(), "little", signed=True)
