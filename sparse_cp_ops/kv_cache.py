@@ -30,6 +30,7 @@ class PagedKvCache:
         page_size: int = 64,
         device: torch.device | str = "cpu",
         indexer_layers: Sequence[bool] | None = None,
+        pin_memory: bool = False,
     ) -> None:
         """Allocate the pages.
 
@@ -39,6 +40,7 @@ class PagedKvCache:
             page_size: tokens a page, one of 16, 32, 64, 128.
             device: where the pages live.
             indexer_layers: whether each layer has an indexer of its own; None = all have.
+            pin_memory: page-locked memory, for a cache on the CPU that a CUDA device copies from and to.
 
         Raises:
             ValueError: an argument out of range.
@@ -58,7 +60,7 @@ class PagedKvCache:
         self.indexer_layers = owners
 
         def pages(*shape: int) -> Tensor:
-            return torch.zeros(num_pages, *shape, dtype=torch.uint8, device=device)
+            return torch.zeros(num_pages, *shape, dtype=torch.uint8, device=device, pin_memory=pin_memory)
 
         # Never inference tensors: a forward outside inference mode could not write to those.
         with torch.inference_mode(False):

@@ -1,0 +1,155 @@
+"""Device pages shared by requests with a common beginning."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Tokens = Sequence[int] | Tensor
+
+
+class OutOfPagesError(RuntimeError):
+    """All pages are held by running requests."""
+
+
+def page_keys(tokens: Tokens, page_size: int, fingerprint: bytes = b"") -> list[bytes]:
+    """Content hash of every full page of a token sequence, chained: equal keys mean equal tokens from the first on.
+
+    Args:
+        tokens: token ids of a request.
+        page_size: tokens a page; a partial last page gets no key.
+        fingerprint: what else the bytes of a page depend on, see :meth:`PagedKvCache.layout_fingerprint`.
+
+    Returns:
+        128-bit keys (blake2b), ``len(tokens) // page_size`` of them.
+    """
+    ids = np.asarray(tokens.cpu() if isinstance(tokens, Tensor) else tokens, dtype="<i8")
+    key = hashlib.blake2b(repr((fingerprint, page_size)).encode(), digest_size=16).digest()
+    keys = []
+    for end in range(page_size, len(ids) + 1, page_size):
+        key = hashlib.blake2b(key + ids[end - page_size : end].tobytes(), digest_size=16).digest()
+        keys.append(key)
+    return keys
+
+
+class PrefixCache:
+    """Owns the pages of a :class:`PagedKvCache`: who holds them, and which tokens are in them.
+
+    A page is free, held by requests, or kept: nobody holds it, but a later request with the same tokens may. Kept pages
+    are given away again when there is no free one, the least recently used first. Only full pages are shared. One
+    thread at a time.
+    """
+
+    def __init__(self, num_pages: int, page_size: int = 64, fingerprint: bytes = b"") -> None:
+        """Take over pages ``0 .. num_pages-1``.
+
+        Args:
+            num_pages: pages of the cache.
+            page_size: tokens a page.
+            fingerprint: of the model and of the cache's layout, so that keys of different models never meet.
+        """
+        self.page_size = page_size
+        self.fingerprint = fingerprint
+        self._free = deque(range(num_pages))
+        self._holders = [0] * num_pages
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._kept: OrderedDict[int, None] = OrderedDict()  # least recently used first
+
+    @property
+    def available(self) -> int:
+        """Pages that :meth:`allocate` can give out."""
+        return len(self._free) + len(self._kept)
+
+    def page_keys(self, tokens: Tokens) -> list[bytes]:
+        """Keys of the full pages of a token sequence."""
+        return page_keys(tokens, self.page_size, self.fingerprint)
+
+    def match_prefix(self, tokens: Tokens) -> list[int]:
+        """Pages that hold the beginning of ``tokens``; the caller holds them until :meth:`release`.
+
+        At least one token is left to compute, because a forward without new tokens has no logits.
+        """
+        matched: list[int] = []
+        for key in self.page_keys(tokens)[: max(len(tokens) - 1, 0) // self.page_size]:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            matched.append(page)
+        for page in matched:
+            self._holders[page] += 1
+            self._kept.pop(page, None)
+        return matched
+
+    def allocate(self, count: int) -> list[int]:
+        """``count`` pages with nothing in them, held by the caller until :meth:`release`.
+
+        Raises:
+            OutOfPagesError: fewer are available; nothing is taken then.
+        """
+        if count > self.available:
+            raise OutOfPagesError(
+                f"PrefixCache.allocate: count: expected at most {self.available} (the pages that no request holds), "
+                f"got {count}"
+            )
+        pages = []
+        for _ in range(count):
+            page = self._free.popleft() if self._free else self._evict()
+            self._holders[page] = 1
+            pages.append(page)
+        return pages
+
+    def insert(self, tokens: Tokens, pages: Sequence[int]) -> None:
+        """Offer the full pages of ``tokens`` to later requests. Their bytes must be written by now, in all layers.
+
+        Where a page with the same content is already offered, that one stays and the given one remains private.
+
+        Args:
+            tokens: a request's tokens, from the first on, as many as the cache holds.
+            pages: its pages in order, held by the caller.
+        """
+        keys = self.page_keys(tokens)
+        if len(pages) < len(keys):
+            raise ValueError(f"PrefixCache.insert: pages: expected at least {len(keys)}, got {len(pages)}")
+        for page in pages[: len(keys)]:
+            self._require_held("insert", page)
+        for key, page in zip(keys, pages, strict=False):
+            if key not in self._page_of and page not in self._key_of:
+                self._page_of[key] = page
+                self._key_of[page] = key
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Stop holding pages from :meth:`match_prefix` or :meth:`allocate`, given in the order of their tokens."""
+        given = list(pages)
+        for page in given:
+            self._require_held("release", page)
+        # From the end: of a chain of pages the last is then given away first, a chain without its head is useless.
+        for page in reversed(given):
+            self._holders[page] -= 1
+            if self._holders[page]:
+                continue
+            if page in self._key_of:
+                self._kept[page] = None
+            else:
+                self._free.append(page)
+
+    def _require_held(self, caller: str, page: int) -> None:
+        if not 0 <= page < len(self._holders) or not self._holders[page]:
+            raise ValueError(f"PrefixCache.{caller}: pages: expected pages that are held, got {page}")
+
+    def _evict(self) -> int:
+        page, _ = self._kept.popitem(last=False)
+        del self._page_of[self._key_of.pop(page)]
+        return page
+
+
+def block_table(pages: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tensor:
+    """int32 [B, longest] from the pages of each request, -1 behind the last."""
+    width = max([1, *map(len, pages)])
+    rows = [[*row, *[-1] * (width - len(row))] for row in pages]
+    return torch.tensor(rows, dtype=torch.int32).view(len(pages), width).to(device, non_blocking=True)
