@@ -73,48 +73,74 @@ def all_gather_rows(x: Tensor, group: CpGroup) -> Tensor:
     return gathered
 
 
+def rows_are_split(plan: CpPlan) -> bool:
+    """Whether each rank computes only some of the rows inside the attention layers."""
+    return plan.use_cp or plan.head_mode == "batch_slice"
+
+
+def take_local_rows(packed: Tensor, plan: CpPlan) -> Tensor:
+    """This rank's rows [L, ...] of a packed tensor [T, ...] that all ranks hold; pads repeat row 0."""
+    if not rows_are_split(plan):
+        return packed
+    if packed.shape[0] == 0:
+        return packed.new_zeros(plan.token_ids.shape[0], *packed.shape[1:])
+    return packed.index_select(0, plan.token_ids.clamp(min=0))
+
+
 def restore_rows(local: Tensor, plan: CpPlan, group: CpGroup) -> Tensor:
-    """Rows that the ranks computed -> all rows of the batch in logical order, on every rank.
+    """Rows [L, ...] of all ranks -> all rows [T, ...] in packed order, on every rank; the reverse of take_local_rows.
 
-    Args:
-        local: [L, ...], the rows that ``plan`` gives this rank.
-        plan: the forward's plan. Without split rows (``use_cp`` False) ``local`` already holds all of them.
-
-    Returns:
-        [T, ...]; zeros behind the last token of a plan with spare room.
+    Behind the last token of a plan with spare room there are zeros.
     """
-    if not plan.use_cp:
+    if not rows_are_split(plan):
         return local
     gathered = all_gather_rows(local, group)
+    if gathered.shape[0] == 0:
+        return local.new_zeros(plan.restore.shape[0], *local.shape[1:])
     rows = gathered.index_select(0, plan.restore.clamp(min=0))
-    return rows.masked_fill_((plan.restore < 0).view(-1, *[1] * (rows.ndim - 1)), 0)
+    return torch.where(_like_rows(plan.restore >= 0, rows), rows, 0)
 
 
-def last_token_rows(local: Tensor, plan: CpPlan, group: CpGroup) -> Tensor:
-    """The row of the last new token of every request, on every rank: B rows travel instead of T.
+def gather_hidden_states(hidden: Tensor, plan: CpPlan, group: CpGroup) -> Tensor:
+    """At the end of a model: [L, ...] of this rank -> [T, ...] of the batch, on every rank.
+
+    Without context parallelism the layers have kept all rows on every rank, and nothing is communicated.
+    """
+    return restore_rows(hidden, plan, group) if plan.use_cp else hidden
+
+
+def gather_last_tokens(hidden: Tensor, plan: CpPlan, group: CpGroup) -> Tensor:
+    """At the end of a model: the row of the last new token of every request, on every rank; B rows travel, not T.
 
     Args:
-        local: [L, ...], the rows that ``plan`` gives this rank.
+        hidden: [L, ...], this rank's rows.
         plan: the forward's plan.
+        group: the ranks.
 
     Returns:
         [B, ...]; zeros for a request without new tokens.
     """
     new_lens = plan.request_table[:, 1]
-    last = new_lens.cumsum(0) - 1  # row of the packed stream; meaningless where new_lens is 0
-    if plan.restore.shape[0] == 0:
-        return local.new_zeros(new_lens.shape[0], *local.shape[1:])
-    gathered_row = plan.restore.index_select(0, last.clamp(min=0)).clamp(min=0)
+    requests = new_lens.shape[0]
+    if plan.restore.shape[0] == 0 or requests == 0:
+        return hidden.new_zeros(requests, *hidden.shape[1:])
+    last = (new_lens.cumsum(0) - 1).clamp(min=0)  # row of the packed stream
     if plan.use_cp:
+        row = plan.restore.index_select(0, last).clamp(min=0)
         # Every rank sends one row a request, whoever owns it, so that sizes don't depend on the rank.
-        rows = plan.local_rows
-        owner = gathered_row // rows
-        mine = local.index_select(0, gathered_row - owner * rows)
-        per_rank = all_gather_rows(mine, group).view(group.size, *mine.shape)
-        picked = per_rank[owner.long(), torch.arange(mine.shape[0], device=mine.device)]
+        mine = hidden.index_select(0, row % hidden.shape[0])
+        all_ranks = all_gather_rows(mine, group)
+        picked = all_ranks.index_select(
+            0, row // hidden.shape[0] * requests + torch.arange(requests, device=row.device)
+        )
     else:
-        picked = local.index_select(0, gathered_row)
-    return picked.masked_fill_((new_lens <= 0).view(-1, *[1] * (picked.ndim - 1)), 0)
+        picked = hidden.index_select(0, last)
+    return torch.where(_like_rows(new_lens > 0, picked), picked, 0)
+
+
+def _like_rows(mask: Tensor, rows: Tensor) -> Tensor:
+    """A mask [n] in a shape that broadcasts over rows [n, ...]."""
+    return mask.view(-1, *[1] * (rows.ndim - 1))
 
 
 def require_agreement(digest: int, group: CpGroup, device: torch.device) -> None:

@@ -6,11 +6,9 @@ import dataclasses
 import hashlib
 import itertools
 
-import torch
-
 from sparse_cp_ops.config import CPRotateMethod, ParallelismConfig
 from sparse_cp_ops.context_parallel.collectives import CpGroup, require_agreement
-from sparse_cp_ops.context_parallel.plan import CpPlan, PlanLease
+from sparse_cp_ops.context_parallel.plan import CpPlan, PlanLease, batch_work
 from sparse_cp_ops.nn.inputs import AttentionInputs
 from sparse_cp_ops.nn.mla_config import MlaConfig
 
@@ -73,11 +71,13 @@ class ForwardPlanner:
         """
         require_supported(self.parallelism_config)
         group, cp = self.group, self.parallelism_config.prefill_cp_config
-        use_cp = split_prefill and inputs.is_prefill and group.size > 1 and self._pays(inputs)
-        head_mode = "replicated" if inputs.is_prefill or group.size == 1 else cp.decode_mode
-        if group.size > 1 and (head_mode != "replicated" or (split_prefill and inputs.is_prefill)):
+        may_split = split_prefill and inputs.is_prefill and group.size > 1
+        slices = not inputs.is_prefill and group.size > 1 and cp.decode_mode != "replicated"
+        if may_split or slices:
             # Ahead of the checks of the lengths: what is wrong on one rank only is then an error on all of them.
-            require_agreement(self._digest(inputs, use_cp, head_mode), group, inputs.device)
+            require_agreement(self._digest(inputs), group, inputs.device)
+        use_cp = may_split and cp.pays(*batch_work(inputs.new_lens, inputs.prefix_lens))
+        head_mode = cp.decode_mode if slices else "full"
         split_rows = use_cp or head_mode == "batch_slice"
         plan = CpPlan.build(
             inputs.new_lens,
@@ -104,20 +104,13 @@ class ForwardPlanner:
             is_prefill=inputs.is_prefill,
             use_cp=use_cp,
             head_mode=head_mode,
-            method=cp.method.name,
+            method=int(cp.method),
         )
 
-    def _pays(self, inputs: AttentionInputs) -> bool:
-        """Whether the batch reaches the thresholds below which one rank alone is faster."""
-        new, prefix = inputs.new_lens.long(), inputs.prefix_lens.long()
-        kv_work = new * prefix + new * (new + 1) // 2  # (query, key) pairs
-        tokens, pairs = torch.stack([new, kv_work]).sum(1).tolist()
-        return self.parallelism_config.prefill_cp_config.pays(tokens, pairs)
-
-    def _digest(self, inputs: AttentionInputs, use_cp: bool, head_mode: str) -> int:
+    def _digest(self, inputs: AttentionInputs) -> int:
+        """64 bits of everything that the ranks have to agree on."""
         cp = self.parallelism_config.prefill_cp_config
-        digest = hashlib.blake2b(digest_size=8)
-        digest.update(repr((inputs.is_prefill, use_cp, head_mode, cp.split, cp.method, self.mla_config)).encode())
+        digest = hashlib.blake2b(repr((inputs.is_prefill, cp, self.mla_config)).encode(), digest_size=8)
         digest.update(inputs.new_lens.contiguous().numpy())
         digest.update(inputs.prefix_lens.contiguous().numpy())
         return int.from_bytes(digest.digest(), "little", signed=True)

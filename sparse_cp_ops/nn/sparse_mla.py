@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparse_cp_ops import ops
 from sparse_cp_ops.config import CPRotateMethod, FMHAType, ParallelismConfig
-from sparse_cp_ops.context_parallel.collectives import BlockGather, CpGroup, TracedBlockGather
+from sparse_cp_ops.context_parallel.collectives import BlockGather, CpGroup, TracedBlockGather, rows_are_split
 from sparse_cp_ops.context_parallel.plan import CpPlan
 from sparse_cp_ops.kv_cache import INDEX_RECORD_BYTES, MLA_RECORD_BYTES, PagedKvCache
 from sparse_cp_ops.nn.forward_planner import ForwardPlanner, require_supported, runs_context_parallel
@@ -32,11 +32,6 @@ def require_current(plan: CpPlan | None) -> CpPlan:
     if not plan.lease.current:
         raise ValueError(f"plan: expected the plan of the latest prepare, got the stale generation {plan.generation}")
     return plan
-
-
-def rows_are_split(plan: CpPlan) -> bool:
-    """Whether each rank computes some of the rows, so that records have to be gathered."""
-    return plan.use_cp or plan.head_mode == "batch_slice"
 
 
 @dataclass(frozen=True, eq=False)
