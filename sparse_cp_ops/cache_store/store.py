@@ -200,7 +200,7 @@ class CacheStore:
         checksum = 0
         for pages in (*self._slots.mla, *self._slots.indexer):
             if pages is not None:
-                checksum = zlib.crc32(pages[slot].numpy(), checksum)
+                checksum = zlib.crc32(pages[slot].numpy().data, checksum)
         return checksum
 
     def _require_open(self) -> None:
@@ -232,7 +232,7 @@ class CacheStore:
         """The current stream waits for the copies so far; returns their event."""
         if self._stream is None:
             return None
-        done = self._stream.record_event()
+        done: torch.cuda.Event = self._stream.record_event()
         torch.cuda.current_stream(self.cache.device).wait_event(done)
         return done
 

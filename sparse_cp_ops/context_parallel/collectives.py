@@ -331,12 +331,16 @@ def _why_no_user_buffers(
     config: ParallelismConfig, group: dist.ProcessGroup | None, device: torch.device
 ) -> str | None:
     cp = config.prefill_cp_config
-    checks = (
-        (lambda: config.use_ub_comm, "use_ub_comm is not set"),
-        (lambda: dist.is_available() and dist.is_initialized(), "torch.distributed is not initialised"),
-        (cp.is_enabled, f"context parallelism is not enabled (method {cp.method})"),
-        (lambda: group is not None and group.size() > 1, "the group has no other rank"),
-        (lambda: device.type == "cuda", f"the device is {device}, not CUDA"),
-        (lambda: cp.comm_buffer_size > 0, "comm_buffer_size is 0"),
-    )
-    return next((reason for holds, reason in checks if not holds()), None)
+    if not config.use_ub_comm:
+        return "use_ub_comm is not set"
+    if not (dist.is_available() and dist.is_initialized()):
+        return "torch.distributed is not initialised"
+    if not cp.is_enabled():
+        return f"context parallelism is not enabled (method {cp.method.name})"
+    if group is None or group.size() == 1:
+        return "the group has no other rank"
+    if device.type != "cuda":
+        return f"the device is {device}, not CUDA"
+    if cp.comm_buffer_size == 0:
+        return "comm_buffer_size is 0"
+    return None

@@ -15,6 +15,16 @@ from sparse_cp_ops.ops._types import require_ints, require_strs
 Lengths = Tensor | Sequence[int]
 
 
+@dataclass(eq=False)
+class PlanLease:
+    """Whether a plan is the one of the running forward; ``prepare`` ends the lease of the plan before it.
+
+    A flag rather than a comparison of generations, which torch.compile would guard on and recompile at every forward.
+    """
+
+    current: bool = True
+
+
 @dataclass(frozen=True, eq=False)
 class CpPlan:
     """Made once a forward by :meth:`build` (usually through ``impl.prepare``) and passed explicitly to every call.
@@ -46,7 +56,8 @@ class CpPlan:
     used_rows: int  # of L and T, what the batch needs: less than a plan with capacities has
     used_tokens: int
     has_capacity: bool = False  # built with capacities: the one kind that copy_ may refill
-    generation: int = 0  # set by prepare: an impl refuses the plan of another forward
+    generation: int = 0  # set by prepare, as is the lease: an impl refuses the plan of another forward
+    lease: PlanLease | None = None
     is_prefill: bool = True  # the rest is decided by prepare, too
     use_cp: bool = True  # False: every rank runs the whole batch
     head_mode: str = "full"  # "full", "head_slice" or "batch_slice"
@@ -169,7 +180,7 @@ class CpPlan:
         )
         for name, source in rows._asdict().items():
             getattr(self, name).copy_(source)
-        for name in ("used_rows", "used_tokens", "generation"):
+        for name in ("used_rows", "used_tokens", "generation", "lease"):
             object.__setattr__(self, name, getattr(new, name))
         return self
 

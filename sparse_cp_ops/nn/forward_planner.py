@@ -111,6 +111,6 @@ class ForwardPlanner:
         """64 bits of everything that the ranks have to agree on."""
         cp = self.parallelism_config.prefill_cp_config
         digest = hashlib.blake2b(repr((inputs.is_prefill, cp, self.mla_config)).encode(), digest_size=8)
-        digest.update(inputs.new_lens.contiguous().numpy())
-        digest.update(inputs.prefix_lens.contiguous().numpy())
+        digest.update(inputs.new_lens.contiguous().numpy().data)
+        digest.update(inputs.prefix_lens.contiguous().numpy().data)
         return int.from_bytes(digest.digest(), "little", signed=True)

@@ -125,15 +125,16 @@ class Indexer(nn.Module):
             ValueError: a missing or stale plan, or a layer without indexer pages.
         """
         plan = require_current(plan)
-        pages = cache.indexer[layer_id]
-        if pages is None:
-            raise ValueError(f"cache: expected indexer pages in layer {layer_id}, got none")
+        pages, block_table = cache.indexer[layer_id], plan.block_table
+        if pages is None or block_table is None:
+            missing = "indexer pages in the cache" if pages is None else "a block table in the plan"
+            raise ValueError(f"layer {layer_id}: expected {missing}, got none")
         config = self.mla_config
         return ops.indexer_topk_ragged_cp(
             q_fp8,
             q_weights,
             pages,
-            plan.block_table,
+            block_table,
             plan.req_ids,
             plan.kv_lens,
             config.index_topk,
