@@ -12,8 +12,10 @@ from sparse_cp_ops.ops._indexer_topk_ragged_cp import indexer_topk_ragged_cp
 from sparse_cp_ops.ops._merge_attention_states import merge_attention_states
 from sparse_cp_ops.ops._pack_mla_kv import pack_mla_kv
 from sparse_cp_ops.ops._quant_q_k_cp import quant_q_k_cp
+from sparse_cp_ops.ops._read_cache_store import read_cache_store
 from sparse_cp_ops.ops._rope_ import rope_
 from sparse_cp_ops.ops._sparse_mla_fp8_cp import sparse_mla_fp8_cp
+from sparse_cp_ops.ops._write_cache_store import write_cache_store
 from sparse_cp_ops.ops._write_kv_cache import write_kv_cache
 
 __all__ = [
@@ -25,7 +27,9 @@ __all__ = [
     "merge_attention_states",
     "pack_mla_kv",
     "quant_q_k_cp",
+    "read_cache_store",
     "rope_",
     "sparse_mla_fp8_cp",
+    "write_cache_store",
     "write_kv_cache",
 ]

@@ -7,8 +7,10 @@ from sparse_cp_ops.reference._indexer_topk_ragged_cp import indexer_topk_ragged_
 from sparse_cp_ops.reference._merge_attention_states import merge_attention_states
 from sparse_cp_ops.reference._pack_mla_kv import pack_mla_kv
 from sparse_cp_ops.reference._quant_q_k_cp import quant_q_k_cp
+from sparse_cp_ops.reference._read_cache_store import read_cache_store
 from sparse_cp_ops.reference._rope_ import rope_
 from sparse_cp_ops.reference._sparse_mla_fp8_cp import sparse_mla_fp8_cp
+from sparse_cp_ops.reference._write_cache_store import write_cache_store
 from sparse_cp_ops.reference._write_kv_cache import write_kv_cache
 
 __all__ = [
@@ -19,8 +21,10 @@ __all__ = [
     "merge_attention_states",
     "pack_mla_kv",
     "quant_q_k_cp",
+    "read_cache_store",
     "rope_",
     "select_topk",
     "sparse_mla_fp8_cp",
+    "write_cache_store",
     "write_kv_cache",
 ]
