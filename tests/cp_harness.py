@@ -6,7 +6,7 @@ rows are NaN and caches start as NaN bytes, so that whatever reads them shows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -97,14 +97,15 @@ def random_states(tokens: int, device: str = "cpu") -> States:
     return {name: state.to(device) for name, state in states.items()}
 
 
-def packed_states(requests: Sequence[States], new_lens: Sequence[int], prefix_lens: Sequence[int]) -> States:
+def packed_states(
+    requests: Sequence[States], new_lens: Sequence[int], prefix_lens: Sequence[int], device: str = "cpu"
+) -> States:
     """The new tokens of a batch, request after request."""
+    batch = list(zip(requests, new_lens, prefix_lens, strict=True))
+    none = random_states(0)
     return {
         name: torch.cat(
-            [
-                states[name][prefix : prefix + new]
-                for states, new, prefix in zip(requests, new_lens, prefix_lens, strict=True)
-            ]
+            [none[name].to(device), *(states[name][prefix : prefix + new] for states, new, prefix in batch)]
         )
         for name in STATE_SHAPES
     }
@@ -131,6 +132,15 @@ class SimulatedGather:
 
     def wait(self) -> Tensor:
         return torch.stack([type(self).started[rank] for rank in range(self.group.size)])
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tensors of a few rows: a second thread only waits for the first one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -84,8 +84,9 @@ class ForwardPlanner:
             inputs.prefix_lens,
             cp_rank=group.rank if split_rows else 0,
             cp_size=group.size if split_rows else 1,
-            # One token a request: only interleaving spreads decode rows evenly.
-            split=cp.split if inputs.is_prefill else "interleave",
+            # Interleaving is the one that leaves all rows on one rank in packed order and without pads, and that
+            # spreads requests of one token evenly.
+            split=cp.split if use_cp else "interleave",
             page_size=self.mla_config.page_size,
             block_table=inputs.block_table,
             max_positions=self.mla_config.max_positions,
