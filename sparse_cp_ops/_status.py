@@ -61,7 +61,7 @@ def status_report() -> str:
 
 def _config_line() -> str:
     try:
-        from sparse_cp_ops import _config  # noqa: F401
+        import sparse_cp_ops.config  # noqa: F401
     except ImportError as error:
         return f"_config  missing: {error} (config, CpPlan and the modules need it)"
     return "_config  loaded: configuration types and planner"
