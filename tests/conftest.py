@@ -17,21 +17,27 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
+NEEDS = {
+    "cuda": (HAS_CUDA, f"need a CUDA device ({_load.CUDA_STATUS.reason})"),
+    "two_gpus": (HAS_CUDA and torch.cuda.device_count() >= 2, "need two CUDA devices"),
+}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if HAS_CUDA:
-        return
-    left_out = [item for item in items if item.get_closest_marker("cuda")]
-    items[:] = [item for item in items if not item.get_closest_marker("cuda")]
-    config.stash[LEFT_OUT] = len(left_out)
-
-
-LEFT_OUT = pytest.StashKey[int]()
+    """Tests that this machine can't run are left out, and counted in the last lines."""
+    config.stash[LEFT_OUT] = {}
+    for marker, (available, _) in NEEDS.items():
+        if not available:
+            count = len(items)
+            items[:] = [item for item in items if not item.get_closest_marker(marker)]
+            config.stash[LEFT_OUT][marker] = count - len(items)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    count = config.stash.get(LEFT_OUT, 0)
-    if count:
-        terminalreporter.write_line(f"{count} CUDA tests left out: {_load.CUDA_STATUS.reason}")
+    for marker, count in config.stash.get(LEFT_OUT, {}).items():
+        if count:
+            terminalreporter.write_line(f"{count} tests left out: they {NEEDS[marker][1]}")
 
 
 @pytest.fixture(autouse=True)

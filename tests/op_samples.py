@@ -1,0 +1,84 @@
+"""Small valid arguments of every op, with pads, holes and a prefix, for the tests of what holds for all of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from builders import num_pages, random_block_table, random_indexer_cache, random_mla_cache
+
+PAGE_SIZE = 16
+KV_LENS = [40, 23]  # of two requests
+
+
+def rows(count: int, device: str) -> dict[str, torch.Tensor]:
+    """Per-row tensors of ``count`` rows: the last positions of alternating requests, every fifth row a pad."""
+    index = torch.arange(count)
+    req_ids = (index % 2).int()
+    positions = torch.tensor(KV_LENS)[index % 2].int() - 1 - (index // 2 % 20).int()
+    pads = index % 5 == 4
+    req_ids[pads], positions[pads] = -1, 0
+    kv_lens = torch.where(pads, 0, positions + 1).int()
+    return {"req_ids": req_ids.to(device), "positions": positions.to(device), "kv_lens": kv_lens.to(device)}
+
+
+def sample(name: str, device: str, count: int = 10) -> tuple[Any, ...]:
+    """Positional arguments of op ``name`` with ``count`` rows; fresh tensors at every call."""
+    make: dict[str, Callable[[], tuple[Any, ...]]] = {
+        "rope_": lambda: (bf16(count, 3, 64), row["positions"], cos_sin, True),
+        "quant_q_k_cp": lambda: (
+            bf16(count, 8, 128), bf16(count, 128), torch.randn(count, 8, device=device), row["positions"], cos_sin,
+            empty_u8(count, 132), False, True, 0.03, "ue8m0",
+        ),
+        "pack_mla_kv": lambda: (
+            bf16(count, 512), bf16(count, 64), row["positions"], cos_sin, empty_u8(count, 656), True, "ue8m0",
+        ),
+        "write_kv_cache": lambda: (
+            mla_cache.view(-1, 656)[:count].clone(), empty_u8(count, 132).fill_(7), row["req_ids"], row["positions"],
+            table, mla_cache, index_cache,
+        ),
+        "dequantize_kv": lambda: (mla_cache, torch.arange(count, device=device) * 3 - 1),
+        "indexer_topk_ragged_cp": lambda: (*indexer_arguments(), 64, 0),
+        "indexer_scores_ragged_cp": lambda: (*indexer_arguments(), 48),
+        "sparse_mla_fp8_cp": lambda: (
+            bf16(count, 8, 576), mla_cache, torch.randint(-3, 50, (count, 64), device=device).int(), table,
+            row["req_ids"], row["kv_lens"], 0.05,
+        ),
+        "merge_attention_states": lambda: (
+            torch.randn(2, count, 8, 64, device=device), torch.randn(2, count, 8, device=device),
+        ),
+        "expand_cp_plan": lambda: (
+            torch.tensor([[17, count], [0, 3]], device=device).int(), 0, 2, "zigzag", count + 8, count + 3,
+        ),
+        "write_cache_store": lambda: (mla_cache, index_cache, pages[:count], slots[:count], mla_store, index_store),
+        "read_cache_store": lambda: (mla_store, index_store, slots[:count], pages[:count], mla_cache, index_cache),
+    }  # fmt: skip
+
+    def bf16(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device).bfloat16()
+
+    def empty_u8(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.uint8, device=device)
+
+    def indexer_arguments() -> tuple[Any, ...]:
+        q8 = torch.randn(count, 8, 128).to(torch.float8_e4m3fn).view(torch.uint8).to(device)
+        weights = torch.randn(count, 8, device=device)
+        return (q8, weights, index_cache, table, row["req_ids"], row["kv_lens"])
+
+    row = rows(count, device)
+    total = num_pages(KV_LENS, PAGE_SIZE)
+    table = random_block_table(KV_LENS, PAGE_SIZE).to(device)
+    mla_cache = random_mla_cache(total, PAGE_SIZE).to(device)
+    index_cache = random_indexer_cache(total, PAGE_SIZE).to(device)
+    mla_store, index_store = torch.zeros_like(mla_cache), torch.zeros_like(index_cache)
+    pages = torch.randperm(total).int().to(device)
+    slots = torch.randperm(total).to(device)
+    angles = torch.arange(64).unsqueeze(1) * 100.0 ** (-torch.arange(0, 64, 2) / 64)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], 1).to(device)
+    return make[name]()
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors among the arguments or results."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [item for item in value if isinstance(item, torch.Tensor)] if isinstance(value, (tuple, list)) else []

@@ -1,0 +1,134 @@
+"""What holds for every op, on small samples: opcheck, empty inputs, no aliasing, determinism, streams, CUDA graphs."""
+
+from typing import Any
+
+import pytest
+import torch
+from op_samples import sample, tensors
+
+from sparse_cp_ops._autograd import OP_NAMES
+
+
+def op(name: str) -> Any:
+    return getattr(torch.ops.sparse_cp_ops, name).default
+
+
+def run_on_clones(name: str, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Results and arguments after the call, so that what an op mutates is compared too."""
+    cloned = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
+    return [*tensors(op(name)(*cloned)), *tensors(cloned)]
+
+
+def assert_same_bits(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == e.dtype
+        assert a.shape == e.shape
+        if a.numel():
+            assert torch.equal(a.contiguous().view(torch.uint8), e.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", OP_NAMES)
+def test_opcheck(device: str, name: str) -> None:
+    torch.library.opcheck(op(name), sample(name, device))
+
+
+@pytest.mark.parametrize("name", OP_NAMES)
+def test_no_rows_give_empty_results(device: str, name: str) -> None:
+    results = tensors(op(name)(*sample(name, device, count=0)))
+    if name != "expand_cp_plan":  # its rows are given as numbers
+        assert all(result.numel() == 0 for result in results)
+
+
+@pytest.mark.parametrize("name", OP_NAMES)
+def test_results_do_not_alias_arguments(device: str, name: str) -> None:
+    args = sample(name, device)
+    owned = {a.untyped_storage().data_ptr() for a in tensors(args)}
+    storages = [r.untyped_storage().data_ptr() for r in tensors(op(name)(*args))]
+    assert not owned & set(storages)
+    assert len(set(storages)) == len(storages)
+
+
+@pytest.mark.parametrize("name", OP_NAMES)
+def test_same_bits_from_run_to_run(device: str, name: str) -> None:
+    args = sample(name, device)
+    first = run_on_clones(name, args)
+    for _ in range(5):
+        assert_same_bits(run_on_clones(name, args), first)
+
+
+@pytest.mark.parametrize("name", OP_NAMES)
+def test_only_declared_arguments_change(device: str, name: str) -> None:
+    args = sample(name, device)
+    before = [a.clone() if isinstance(a, torch.Tensor) else None for a in args]
+    op(name)(*args)
+    for argument, value, old in zip(op(name)._schema.arguments, args, before, strict=False):
+        if old is not None and argument.alias_info is None:
+            assert_same_bits([value], [old])
+
+
+@pytest.mark.parametrize("name", OP_NAMES)
+def test_mutation_bumps_the_version_counter(device: str, name: str) -> None:
+    args = sample(name, device)
+    before = [a._version if isinstance(a, torch.Tensor) else 0 for a in args]
+    with torch.no_grad():
+        op(name)(*args)
+    for argument, value, old in zip(op(name)._schema.arguments, args, before, strict=False):
+        if isinstance(value, torch.Tensor):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            assert (value._version > old) == written
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", OP_NAMES)
+def test_no_host_synchronisation(name: str) -> None:
+    args = sample(name, "cuda")
+    op(name)(*args)  # modules load at the first call
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        op(name)(*args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", OP_NAMES)
+def test_runs_on_the_current_stream(name: str) -> None:
+    args = sample(name, "cuda")
+    expected = run_on_clones(name, args)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)  # an op on another stream would run before its inputs are there
+        late = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
+        results = [*tensors(op(name)(*late)), *tensors(late)]
+    side.synchronize()
+    assert_same_bits(results, expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", OP_NAMES)
+def test_graph_replays_with_changed_contents(name: str) -> None:
+    first, second = sample(name, "cuda"), sample(name, "cuda")
+    expected = run_on_clones(name, second)
+    run_on_clones(name, first)
+    static = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = tensors(op(name)(*static))
+    for target, source in zip(static, second, strict=True):
+        if isinstance(target, torch.Tensor):
+            target.copy_(source)
+    for result in results:
+        result.view(torch.uint8).fill_(0xFF)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits([*results, *tensors(static)], expected)
+
+
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("name", OP_NAMES)
+def test_second_device(name: str) -> None:
+    args = sample(name, "cuda:1")
+    on_first = tuple(a.to("cuda:0") if isinstance(a, torch.Tensor) else a for a in args)
+    assert_same_bits([r.cpu() for r in run_on_clones(name, args)], [r.cpu() for r in run_on_clones(name, on_first)])
