@@ -7,12 +7,12 @@
 #include <cstring>
 
 #include "numeric.h"
-#include "rope_row.h"
+#include "row_loop.h"
 
 namespace sparse_cp_ops {
 namespace {
 
-SCO_VECTOR_CLONES void dequantize_rows(const DequantizeKvParams& p, int64_t begin, int64_t end) {
+SCO_INLINE void dequantize_rows(const DequantizeKvParams& p, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     uint16_t* out = static_cast<uint16_t*>(p.out) + row * kQkDim;
     const int64_t slot = p.slots[row];
@@ -29,13 +29,14 @@ SCO_VECTOR_CLONES void dequantize_rows(const DequantizeKvParams& p, int64_t begi
     std::memcpy(out + kLatentDim, record + kMlaRopeOffset, kRopeDim * 2);
   }
 }
+SCO_DEFINE_ROW_LOOP(dequantize_rows, DequantizeKvParams)
 
 Tensor dequantize_kv(const Tensor& kv_cache, const Tensor& slots) {
   const DequantizeKvCall call = prepare_dequantize_kv(kv_cache, slots);
   const DequantizeKvParams& p = call.params;
   if (value_checks_enabled()) check_slots(slots, p.num_pages * p.page_size);
-  torch::stable::parallel_for(0, p.rows, grain_rows(kQkDim),
-                              [&](int64_t begin, int64_t end) { dequantize_rows(p, begin, end); });
+  const auto loop = dequantize_rows_for_this_cpu();
+  parallel_rows(p.rows, kQkDim, [&](int64_t begin, int64_t end) { loop(p, begin, end); });
   return call.out;
 }
 

@@ -6,12 +6,12 @@
 #include <cstring>
 
 #include "numeric.h"
-#include "rope_row.h"
+#include "row_loop.h"
 
 namespace sparse_cp_ops {
 namespace {
 
-SCO_VECTOR_CLONES void pack_rows(const PackMlaKvParams& p, int64_t begin, int64_t end) {
+SCO_INLINE void pack_rows(const PackMlaKvParams& p, int64_t begin, int64_t end) {
   float values[kLatentDim], rope[kRopeDim], scales[kLatentTiles];
   uint16_t rope_bits[kRopeDim];
   for (int64_t row = begin; row < end; ++row) {
@@ -29,14 +29,15 @@ SCO_VECTOR_CLONES void pack_rows(const PackMlaKvParams& p, int64_t begin, int64_
     std::memcpy(record + kMlaRopeOffset, rope_bits, sizeof(rope_bits));
   }
 }
+SCO_DEFINE_ROW_LOOP(pack_rows, PackMlaKvParams)
 
 void pack_mla_kv(const Tensor& compressed_kv, const Tensor& k_pe, const Tensor& positions, const Tensor& cos_sin_cache,
                  Tensor records, bool interleaved, std::string scale_format) {
   const PackMlaKvParams p =
       prepare_pack_mla_kv(compressed_kv, k_pe, positions, cos_sin_cache, records, interleaved, scale_format);
   if (value_checks_enabled()) check_rope_positions(positions, cos_sin_cache);
-  torch::stable::parallel_for(0, p.rows, grain_rows(kQkDim),
-                              [&](int64_t begin, int64_t end) { pack_rows(p, begin, end); });
+  const auto loop = pack_rows_for_this_cpu();
+  parallel_rows(p.rows, kQkDim, [&](int64_t begin, int64_t end) { loop(p, begin, end); });
 }
 
 }  // namespace

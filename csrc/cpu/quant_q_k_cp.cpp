@@ -7,14 +7,14 @@
 #include <tuple>
 
 #include "numeric.h"
-#include "rope_row.h"
+#include "row_loop.h"
 
 namespace sparse_cp_ops {
 namespace {
 
 // RoPE, Hadamard and FP8 of one vector; returns its scale.
-inline float quantise_vector(const QuantQKParams& p, const uint16_t* x, const float* cos_sin, float absmax,
-                             uint8_t* out) {
+SCO_INLINE float quantise_vector(const QuantQKParams& p, const uint16_t* x, const float* cos_sin, float absmax,
+                                 uint8_t* out) {
   float values[kIndexDim];
   for (int64_t i = 0; i < kIndexDim; ++i) values[i] = bf16_to_float(x[i]);
   rope_in_place(values, cos_sin, p.table.dim, p.table.interleaved);
@@ -22,13 +22,13 @@ inline float quantise_vector(const QuantQKParams& p, const uint16_t* x, const fl
   return encode_fp8_tile(values, kIndexDim, absmax, p.ue8m0, out);
 }
 
-inline float weight_at(const QuantQKParams& p, int64_t row, int64_t head) {
+SCO_INLINE float weight_at(const QuantQKParams& p, int64_t row, int64_t head) {
   const int64_t i = row * p.weights_stride + head;
   return p.weights_bf16 ? bf16_to_float(static_cast<const uint16_t*>(p.weights)[i])
                         : static_cast<const float*>(p.weights)[i];
 }
 
-SCO_VECTOR_CLONES void quantise_rows(const QuantQKParams& p, int64_t begin, int64_t end) {
+SCO_INLINE void quantise_rows(const QuantQKParams& p, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const float* cos_sin = cos_sin_row(p.table, row);
     const uint16_t* k = static_cast<const uint16_t*>(p.k) + row * p.k_stride;
@@ -43,6 +43,7 @@ SCO_VECTOR_CLONES void quantise_rows(const QuantQKParams& p, int64_t begin, int6
     }
   }
 }
+SCO_DEFINE_ROW_LOOP(quantise_rows, QuantQKParams)
 
 std::tuple<Tensor, Tensor> quant_q_k_cp(const Tensor& q, const Tensor& k, const Tensor& weights,
                                         const Tensor& positions, const Tensor& cos_sin_cache, Tensor k_records,
@@ -52,8 +53,8 @@ std::tuple<Tensor, Tensor> quant_q_k_cp(const Tensor& q, const Tensor& k, const 
                                                 hadamard, weight_scale, scale_format, q_absmax);
   if (value_checks_enabled()) check_rope_positions(positions, cos_sin_cache);
   const QuantQKParams& p = call.params;
-  torch::stable::parallel_for(0, p.rows, grain_rows((p.heads + 1) * kIndexDim),
-                              [&](int64_t begin, int64_t end) { quantise_rows(p, begin, end); });
+  const auto loop = quantise_rows_for_this_cpu();
+  parallel_rows(p.rows, (p.heads + 1) * kIndexDim, [&](int64_t begin, int64_t end) { loop(p, begin, end); });
   return {call.q_fp8, call.q_weights};
 }
 

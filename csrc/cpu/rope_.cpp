@@ -3,16 +3,15 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include <type_traits>
 #include <vector>
 
 #include "numeric.h"
-#include "rope_row.h"
+#include "row_loop.h"
 
 namespace sparse_cp_ops {
 namespace {
 
-SCO_VECTOR_CLONES void rope_rows(const RopeParams& p, int64_t begin, int64_t end) {
+SCO_INLINE void rope_rows(const RopeParams& p, int64_t begin, int64_t end) {
   std::vector<float> buffer(p.table.dim);
   float* values = buffer.data();
   for (int64_t row = begin; row < end; ++row) {
@@ -32,12 +31,13 @@ SCO_VECTOR_CLONES void rope_rows(const RopeParams& p, int64_t begin, int64_t end
     }
   }
 }
+SCO_DEFINE_ROW_LOOP(rope_rows, RopeParams)
 
 void rope_(Tensor x, const Tensor& positions, const Tensor& cos_sin_cache, bool interleaved) {
   const RopeParams p = prepare_rope_(x, positions, cos_sin_cache, interleaved);
   if (value_checks_enabled()) check_rope_positions(positions, cos_sin_cache);
-  torch::stable::parallel_for(0, p.rows, grain_rows(p.heads * p.table.dim),
-                              [&](int64_t begin, int64_t end) { rope_rows(p, begin, end); });
+  const auto loop = rope_rows_for_this_cpu();
+  parallel_rows(p.rows, p.heads * p.table.dim, [&](int64_t begin, int64_t end) { loop(p, begin, end); });
 }
 
 }  // namespace

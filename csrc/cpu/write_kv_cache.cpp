@@ -8,7 +8,7 @@
 #include <cstring>
 #include <mutex>
 
-#include "rope_row.h"
+#include "row_loop.h"
 
 namespace sparse_cp_ops {
 namespace {
@@ -49,8 +49,7 @@ void write_kv_cache(const Tensor& mla_records, std::optional<Tensor> k_records, 
       prepare_write_kv_cache(mla_records, k_records, req_ids, positions, block_table, mla_cache, indexer_cache, slots);
   if (value_checks_enabled()) check_write_targets(p, req_ids, positions, block_table, slots);
   SlotLocks locks;
-  torch::stable::parallel_for(0, p.rows, grain_rows(kMlaRecordBytes),
-                              [&](int64_t begin, int64_t end) { write_rows(p, locks, begin, end); });
+  parallel_rows(p.rows, kMlaRecordBytes, [&](int64_t begin, int64_t end) { write_rows(p, locks, begin, end); });
 }
 
 }  // namespace
