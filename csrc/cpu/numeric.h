@@ -9,7 +9,7 @@
 #include "../kv_record.h"
 #include "../ops/rope_table.h"
 
-#define SCO_INLINE inline __attribute__((always_inline))  // so that a row loop compiled for AVX2 contains them
+#define SCO_INLINE [[gnu::always_inline]] inline  // so that a row loop compiled for AVX2 contains them
 
 namespace sparse_cp_ops {
 
