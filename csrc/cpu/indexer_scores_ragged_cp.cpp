@@ -1,4 +1,4 @@
-// indexer_scores_ragged_cp on the CPU.
+// indexer_scores_ragged_cp on the CPU: workers take blocks of rows x spans of columns.
 #include "../ops/indexer_scores_ragged_cp.h"
 
 #include <torch/csrc/stable/library.h>
@@ -8,20 +8,42 @@
 namespace sparse_cp_ops {
 namespace {
 
+constexpr int64_t kTasksPerWorker = 4;  // rows have different lengths: several tasks even out
+constexpr int64_t kMinSpan = 1024;      // columns of a task that are worth decoding its queries once more
+
 Tensor indexer_scores_ragged_cp(const Tensor& q_fp8, const Tensor& q_weights, const Tensor& indexer_cache,
                                 const Tensor& block_table, const Tensor& req_ids, const Tensor& kv_lens, int64_t width,
                                 std::string precision) {
   IndexerScoresCall call = prepare_indexer_scores_ragged_cp(q_fp8, q_weights, indexer_cache, block_table, req_ids,
                                                             kv_lens, width, precision);
-  const auto& p = call.params;
-  if (value_checks_enabled()) check_indexer_values(p.in);
-  torch::stable::parallel_for(0, p.in.rows, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      float* scores = p.scores + row * p.width;
-      const int64_t keys = std::min(p.in.keys_of(row), p.width);
-      for (int64_t key = 0; key < keys; ++key) scores[key] = indexer_score(p.in, row, key);
-      std::fill(scores + keys, scores + p.width, -std::numeric_limits<float>::infinity());
+  const IndexerInputs& in = call.params.in;
+  if (value_checks_enabled()) check_indexer_values(in);
+
+  const IndexerKernel& kernel = indexer_kernel(cpu_isa());
+  const int64_t workers = torch::stable::get_num_threads(), wanted_tasks = workers * kTasksPerWorker;
+  const int64_t row_block = std::clamp<int64_t>(in.rows / wanted_tasks, 4, kMaxRowBlock);
+  const int64_t blocks = ceil_div(in.rows, row_block);
+  const int64_t spans = std::clamp<int64_t>(wanted_tasks / std::max<int64_t>(blocks, 1), 1, width / kMinSpan + 1);
+  const int64_t span = ceil_div(ceil_div(width, spans), kKeyTile) * kKeyTile;
+  const int64_t scratch_bytes = ScoringScratch::bytes(kernel, in.heads, row_block);
+  const Tensor memory = torch::stable::new_empty(q_fp8, {workers * scratch_bytes});
+
+  run_tasks(blocks * spans, workers, [&](int64_t worker, int64_t task) {
+    const int64_t row_begin = task / spans * row_block, row_end = std::min(row_begin + row_block, in.rows);
+    const int64_t begin = std::min(task % spans * span, width), end = std::min(begin + span, width);
+    const ScoringScratch scratch(static_cast<uint8_t*>(memory.mutable_data_ptr()) + worker * scratch_bytes, kernel,
+                                 in.heads, row_block);
+    int64_t limits[kMaxRowBlock];
+    for (int64_t row = row_begin; row < row_end; ++row) {
+      limits[row - row_begin] = in.keys_of(row);
+      float* scores = call.params.scores + row * width;
+      std::fill(scores + std::clamp(in.keys_of(row), begin, end), scores + end,
+                -std::numeric_limits<float>::infinity());
     }
+    score_rows(in, kernel, scratch, row_begin, row_end, limits, begin, end,
+               [&](int64_t row, int64_t first_key, int64_t keys, const float* scores) {
+                 std::memcpy(call.params.scores + row * width + first_key, scores, keys * sizeof(float));
+               });
   });
   return call.scores;
 }
