@@ -8,8 +8,7 @@
 namespace sparse_cp_ops {
 namespace {
 
-constexpr int64_t kTasksPerWorker = 4;  // rows have different lengths: several tasks even out
-constexpr int64_t kMinSpan = 1024;      // columns of a task that are worth decoding its queries once more
+constexpr int64_t kMinSpan = 1024;  // columns of a task that are worth decoding its queries once more
 
 Tensor indexer_scores_ragged_cp(const Tensor& q_fp8, const Tensor& q_weights, const Tensor& indexer_cache,
                                 const Tensor& block_table, const Tensor& req_ids, const Tensor& kv_lens, int64_t width,
@@ -19,20 +18,20 @@ Tensor indexer_scores_ragged_cp(const Tensor& q_fp8, const Tensor& q_weights, co
   const IndexerInputs& in = call.params.in;
   if (value_checks_enabled()) check_indexer_values(in);
 
+  if (in.rows == 0) return call.scores;
   const IndexerKernel& kernel = indexer_kernel(cpu_isa());
-  const int64_t workers = torch::stable::get_num_threads(), wanted_tasks = workers * kTasksPerWorker;
-  const int64_t row_block = std::clamp<int64_t>(in.rows / wanted_tasks, 4, kMaxRowBlock);
-  const int64_t blocks = ceil_div(in.rows, row_block);
-  const int64_t spans = std::clamp<int64_t>(wanted_tasks / std::max<int64_t>(blocks, 1), 1, width / kMinSpan + 1);
+  const int64_t workers = torch::stable::get_num_threads();
+  const int64_t row_block = row_block_of(in.rows, workers), blocks = ceil_div(in.rows, row_block);
+  const int64_t spans = std::clamp<int64_t>(workers * kTasksPerWorker / blocks, 1, width / kMinSpan + 1);
   const int64_t span = ceil_div(ceil_div(width, spans), kKeyTile) * kKeyTile;
   const int64_t scratch_bytes = ScoringScratch::bytes(kernel, in.heads, row_block);
-  const Tensor memory = torch::stable::new_empty(q_fp8, {workers * scratch_bytes});
+  Tensor memory = torch::stable::new_empty(q_fp8, {workers * scratch_bytes});
 
   run_tasks(blocks * spans, workers, [&](int64_t worker, int64_t task) {
     const int64_t row_begin = task / spans * row_block, row_end = std::min(row_begin + row_block, in.rows);
     const int64_t begin = std::min(task % spans * span, width), end = std::min(begin + span, width);
-    const ScoringScratch scratch(static_cast<uint8_t*>(memory.mutable_data_ptr()) + worker * scratch_bytes, kernel,
-                                 in.heads, row_block);
+    const ScoringScratch scratch(static_cast<uint8_t*>(memory.data_ptr()) + worker * scratch_bytes, kernel, in.heads,
+                                 row_block);
     int64_t limits[kMaxRowBlock];
     for (int64_t row = row_begin; row < row_end; ++row) {
       limits[row - row_begin] = in.keys_of(row);

@@ -31,9 +31,21 @@ constexpr int64_t kLanes = 4;
 constexpr int kHeadBlock = 4;
 typedef float FloatVec __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t WordVec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
 inline FloatVec multiply_add(FloatVec sum, WordVec q, WordVec k) { return sum + (FloatVec)q * (FloatVec)k; }
+inline int64_t store_where(IntVec keep, IntVec orders, IntVec positions, int32_t* to_orders, int32_t* to_positions) {
+  int64_t n = 0;
+  for (int i = 0; i < kLanes; ++i) {
+    to_orders[n] = orders[i];
+    to_positions[n] = positions[i];
+    n -= keep[i];
+  }
+  return n;
+}
 #include "indexer_scoring_fp32.h"
 #include "indexer_scoring_kernel.h"
+#include "topk_candidates_kernel.h"
+constexpr IndexerKernel kKernel{kSteps, decode_query, decode_keys, score_tile, append_candidates, keep_best};
 }  // namespace generic
 
 #if SCO_HAS_X86_LEVELS
@@ -44,10 +56,22 @@ constexpr int64_t kLanes = 8;
 constexpr int kHeadBlock = 4;
 typedef float FloatVec __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t WordVec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
 // The product is exact, so a fused sum rounds like a separate one.
 inline FloatVec multiply_add(FloatVec sum, WordVec q, WordVec k) { return _mm256_fmadd_ps((__m256)q, (__m256)k, sum); }
+inline int64_t store_where(IntVec keep, IntVec orders, IntVec positions, int32_t* to_orders, int32_t* to_positions) {
+  int64_t n = 0;
+  for (int i = 0; i < kLanes; ++i) {
+    to_orders[n] = orders[i];
+    to_positions[n] = positions[i];
+    n -= keep[i];
+  }
+  return n;
+}
 #include "indexer_scoring_fp32.h"
 #include "indexer_scoring_kernel.h"
+#include "topk_candidates_kernel.h"
+constexpr IndexerKernel kKernel{kSteps, decode_query, decode_keys, score_tile, append_candidates, keep_best};
 }  // namespace avx2
 SCO_END_TARGET
 
@@ -57,9 +81,18 @@ constexpr int64_t kLanes = 16;
 constexpr int kHeadBlock = 8;
 typedef float FloatVec __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t WordVec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
 inline FloatVec multiply_add(FloatVec sum, WordVec q, WordVec k) { return _mm512_fmadd_ps((__m512)q, (__m512)k, sum); }
+inline int64_t store_where(IntVec keep, IntVec orders, IntVec positions, int32_t* to_orders, int32_t* to_positions) {
+  const __mmask16 mask = _mm512_movepi32_mask((__m512i)keep);
+  _mm512_storeu_si512(to_orders, _mm512_maskz_compress_epi32(mask, (__m512i)orders));
+  _mm512_storeu_si512(to_positions, _mm512_maskz_compress_epi32(mask, (__m512i)positions));
+  return __builtin_popcount(mask);
+}
 #include "indexer_scoring_fp32.h"
 #include "indexer_scoring_kernel.h"
+#include "topk_candidates_kernel.h"
+constexpr IndexerKernel kKernel{kSteps, decode_query, decode_keys, score_tile, append_candidates, keep_best};
 }  // namespace avx512
 SCO_END_TARGET
 
@@ -70,6 +103,7 @@ constexpr int64_t kSteps = kIndexDim / 2;
 constexpr int kHeadBlock = 8;
 typedef float FloatVec __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t WordVec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
 
 inline FloatVec multiply_add(FloatVec sum, WordVec q, WordVec k) {
   return _mm512_dpbf16_ps(sum, (__m512bh)q, (__m512bh)k);
@@ -108,7 +142,15 @@ inline void decode(WordVec bytes, uint32_t* words) {
                         _mm512_permutex2var_epi8(low, _mm512_load_si512(kDecode.order[word]), high));
 }
 
+inline int64_t store_where(IntVec keep, IntVec orders, IntVec positions, int32_t* to_orders, int32_t* to_positions) {
+  const __mmask16 mask = _mm512_movepi32_mask((__m512i)keep);
+  _mm512_storeu_si512(to_orders, _mm512_maskz_compress_epi32(mask, (__m512i)orders));
+  _mm512_storeu_si512(to_positions, _mm512_maskz_compress_epi32(mask, (__m512i)positions));
+  return __builtin_popcount(mask);
+}
 #include "indexer_scoring_kernel.h"
+#include "topk_candidates_kernel.h"
+constexpr IndexerKernel kKernel{kSteps, decode_query, decode_keys, score_tile, append_candidates, keep_best};
 }  // namespace avx512_bf16
 SCO_END_TARGET
 

@@ -14,12 +14,14 @@
 
 #include "../ops/indexer_inputs.h"
 #include "isa.h"
+#include "topk_candidates.h"
 
 namespace sparse_cp_ops {
 
 inline constexpr int64_t kKeyTile = 64;
-inline constexpr int64_t kKeyGroup = 16;     // keys decoded at once: the smallest page
-inline constexpr int64_t kMaxRowBlock = 16;  // rows that share a decoded key tile: decoding is then < 5 % of the work
+inline constexpr int64_t kKeyGroup = 16;  // keys decoded at once: the smallest page
+inline constexpr int64_t kMaxRowBlock =
+    16;  // rows that share a decoded key tile: decoding is then 8 % of the time with 16 heads
 
 // The kernel of one instruction level.
 struct IndexerKernel {
@@ -32,6 +34,9 @@ struct IndexerKernel {
   // anything
   void (*score_tile)(const uint32_t* query, const float* weights, int64_t heads, const uint32_t* key_tile,
                      const float* scales, int64_t keys, float* scores);
+  // Adds the keys above the list's threshold; it has room for kKeyTile more.
+  void (*append_candidates)(TopkCandidates& list, const float* scores, int64_t keys, int64_t first_position);
+  void (*keep_best)(TopkCandidates& list, int64_t k);  // k < list.count
 };
 
 const IndexerKernel& indexer_kernel(Isa isa);
@@ -55,7 +60,7 @@ struct ScoringScratch {
         scores(scales + kKeyTile) {}
 };
 
-// Decodes keys first .. first+kKeyTile-1 of a request. A key without a page gets scale NaN, hence score NaN.
+// Decodes keys first .. first+keys-1 of a request. A key without a page gets scale NaN, hence score NaN.
 inline void load_key_tile(const IndexerInputs& in, const IndexerKernel& kernel, int64_t request, int64_t first,
                           int64_t keys, const ScoringScratch& scratch) {
   for (int64_t column = 0; column < keys; column += kKeyGroup) {
@@ -104,13 +109,21 @@ void score_rows(const IndexerInputs& in, const IndexerKernel& kernel, const Scor
   }
 }
 
-// Runs task(worker, index) for all indices; a worker takes the next index when it is done, since rows differ in length.
+inline constexpr int64_t kTasksPerWorker = 4;  // rows differ in length: several tasks each even out
+
+// Rows of a task: few enough that all workers have tasks, but at least 4, so that decoding stays small beside scoring.
+inline int64_t row_block_of(int64_t rows, int64_t workers) {
+  return std::clamp<int64_t>(rows / (workers * kTasksPerWorker), std::min<int64_t>(rows, 4), kMaxRowBlock);
+}
+
+// Runs task(worker, index) for all indices, the last first: later rows of a request see more keys.
 template <class Task>
 void run_tasks(int64_t tasks, int64_t workers, const Task& task) {
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
     for (int64_t worker = begin; worker < end; ++worker)
-      for (int64_t index; (index = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) task(worker, index);
+      for (int64_t index; (index = next.fetch_add(1, std::memory_order_relaxed)) < tasks;)
+        task(worker, tasks - 1 - index);
   });
 }
 

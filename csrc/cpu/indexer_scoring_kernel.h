@@ -58,5 +58,3 @@ void score_tile(const uint32_t* query, const float* weights, int64_t heads, cons
     }
   }
 }
-
-constexpr IndexerKernel kKernel{kSteps, decode_query, decode_keys, score_tile};
