@@ -1,0 +1,221 @@
+import logging
+import random
+
+import pytest
+import torch
+from cp_harness import PAGE, attention_inputs
+
+from sparse_cp_ops.cache_store import CacheStore, CacheWriter, create_cache_writer
+from sparse_cp_ops.kv_cache import PagedKvCache
+
+LAYERS = (True, False, True)
+
+
+def random_cache(device: str, pages: int = 12, layers: tuple[bool, ...] = LAYERS) -> PagedKvCache:
+    cache = PagedKvCache(len(layers), pages, PAGE, device, layers)
+    for layer_pages in (*cache.mla, *cache.indexer):
+        if layer_pages is not None:
+            layer_pages.copy_(torch.randint(256, layer_pages.shape, dtype=torch.uint8))
+    return cache
+
+
+def page_bytes(cache: PagedKvCache, page: int) -> list[torch.Tensor]:
+    return [pages[page].cpu().clone() for pages in (*cache.mla, *cache.indexer) if pages is not None]
+
+
+def wipe(cache: PagedKvCache, pages: list[int]) -> None:
+    for layer_pages in (*cache.mla, *cache.indexer):
+        if layer_pages is not None:
+            layer_pages[pages] = 255
+
+
+def arrived(store: CacheStore) -> None:
+    if store.cache.device.type == "cuda":
+        torch.cuda.synchronize()
+    store.poll()
+
+
+def store_pages(store: CacheStore, keys: list[bytes], pages: list[int]) -> None:
+    writer = store.writer(keys, pages)
+    assert writer is not None
+    with writer:
+        for layer in range(store.cache.num_layers):
+            writer.write_layer(layer)
+    arrived(store)
+
+
+def keys_of(store: CacheStore, count: int, seed: int = 0) -> list[bytes]:
+    generator = random.Random(seed)
+    return store.page_keys([generator.randrange(1000) for _ in range(count * PAGE)])
+
+
+def test_wiped_pages_come_back_bit_for_bit(device: str) -> None:
+    cache = random_cache(device)
+    store = CacheStore(cache, 8 * cache.page_bytes)
+    keys = keys_of(store, 3)
+    before = {page: page_bytes(cache, page) for page in range(12)}
+    store_pages(store, keys, [7, 2, 9])
+    wipe(cache, [7, 2, 9, 4])
+    assert store.read(keys, [4, 7, 2]) == 3  # other pages than they came from
+    for target, source in ((4, 7), (7, 2), (2, 9)):
+        for restored, expected in zip(page_bytes(cache, target), before[source], strict=True):
+            assert torch.equal(restored, expected)
+    for restored in page_bytes(cache, 9):
+        assert restored.eq(255).all()
+    for page in (0, 1, 3, 5, 6, 8, 10, 11):
+        assert all(map(torch.equal, page_bytes(cache, page), before[page]))
+    store.close()
+
+
+def test_a_page_is_visible_only_with_all_its_layers(device: str) -> None:
+    cache = random_cache(device)
+    store = CacheStore(cache, 8 * cache.page_bytes)
+    keys = keys_of(store, 2)
+    writer = store.writer(keys, [0, 1])
+    assert writer is not None
+    writer.write_layer(0)
+    writer.write_layer(2)
+    assert store.match(keys) == 0
+    writer.finish()
+    arrived(store)
+    assert store.match(keys) == 0
+    assert store.read(keys, [5, 6]) == 0
+    store_pages(store, keys, [0, 1])
+    assert store.match(keys) == 2
+    assert store.match([*keys, b"unknown"]) == 2
+    assert store.match([b"unknown", *keys]) == 0
+
+
+def fail_after_writing(writer: CacheWriter) -> None:
+    with writer:
+        for layer in range(len(LAYERS)):
+            writer.write_layer(layer)
+        raise KeyError
+
+
+def test_an_exception_or_an_abandoned_writer_leaves_no_trace(device: str) -> None:
+    cache = random_cache(device)
+    store = CacheStore(cache, 2 * cache.page_bytes)
+    keys = keys_of(store, 2)
+    writer = store.writer(keys, [0, 1])
+    assert writer is not None
+    assert store.writer(keys, [0, 1]) is None  # somebody is writing them already
+    with pytest.raises(KeyError):
+        fail_after_writing(writer)
+    with pytest.raises(RuntimeError, match="writer is finished"):
+        writer.write_layer(0)
+    assert store.match(keys) == 0
+    abandoned = store.writer(keys, [0, 1])
+    assert abandoned is not None
+    del abandoned
+    store_pages(store, keys, [0, 1])
+    assert store.match(keys) == 2
+
+
+def test_the_budget_holds_and_the_least_recently_used_pages_leave(device: str) -> None:
+    cache = random_cache(device)
+    store = CacheStore(cache, 4 * cache.page_bytes + 100)
+    first, second, third = keys_of(store, 2, 1), keys_of(store, 2, 2), keys_of(store, 1, 3)
+    store_pages(store, first, [0, 1])
+    store_pages(store, second, [2, 3])
+    assert store.read(first, [5, 6]) == 2
+    store_pages(store, third, [4])
+    assert store.match(second) == 0
+    assert store.match(second[1:]) == 1
+    assert store.match(first) == 2
+    assert store.match(third) == 1
+    many = keys_of(store, 6, 4)
+    store_pages(store, many, [0, 1, 2, 3, 4, 5])
+    assert store.match(many) == 4
+    assert store.match(first) == store.match(third) == 0
+    with pytest.raises(ValueError, match=rf"budget_bytes: expected at least {cache.page_bytes} .*, got 1000"):
+        CacheStore(cache, 1000)
+
+
+def test_a_damaged_page_is_a_miss(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    cache = random_cache(device)
+    for victim in range(2):
+        store = CacheStore(cache, 8 * cache.page_bytes)
+        keys = keys_of(store, 3)
+        store_pages(store, keys, [0, 1, 2])
+        damaged = store._slots.indexer[2] if victim else store._slots.mla[1]
+        assert damaged is not None
+        damaged[store._entries[keys[1]].slot].view(-1)[-1] ^= 1
+        wipe(cache, [3, 4, 5])
+        with caplog.at_level(logging.WARNING):
+            assert store.read(keys, [3, 4, 5]) == 1
+        assert "lost its checksum" in caplog.text
+        assert all(untouched.eq(255).all() for untouched in page_bytes(cache, 4))
+        assert store.match(keys) == 1
+        store_pages(store, keys, [0, 1, 2])
+        assert store.read(keys, [3, 4, 5]) == 3
+
+
+def test_other_layouts_and_models_have_other_keys() -> None:
+    tokens = list(range(2 * PAGE))
+    caches = [random_cache("cpu"), random_cache("cpu", layers=(True, True, True)), random_cache("cpu", layers=(True,))]
+    stores = [CacheStore(cache, 1 << 20, model) for cache in caches for model in ("a", "b")]
+    assert len({key for store in stores for key in store.page_keys(tokens)}) == 2 * len(stores)
+
+
+def test_closing_is_final_and_prompt(device: str) -> None:
+    cache = random_cache(device)
+    store = CacheStore(cache, 4 * cache.page_bytes)
+    keys = keys_of(store, 1)
+    writer = store.writer(keys, [0])
+    assert writer is not None
+    writer.write_layer(0)
+    store.close()
+    store.close()
+    writer.finish()
+    with pytest.raises(RuntimeError, match="store is closed"):
+        writer.write_layer(1)
+    with pytest.raises(RuntimeError, match="store is closed"):
+        store.writer(keys, [0])
+    with pytest.raises(RuntimeError, match="store is closed"):
+        store.read(keys, [0])
+
+
+def test_writers_are_made_for_prefill_and_for_the_requests_own_lengths(device: str) -> None:
+    cache = random_cache(device)
+    store = CacheStore(cache, 12 * cache.page_bytes)
+    prompts = [[seed * 1000 + i for i in range(100)] for seed in range(3)]
+    pages = [[0, 1, 2], [3, 4], [5]]
+    table = torch.zeros(3, 3, dtype=torch.int32, device=device)
+    # 2 pages and a half, 1 page of which a part is new, less than a page
+    prefill = attention_inputs([PAGE, 1, PAGE - 1], [PAGE + 8, PAGE - 1, 0], table)
+    assert create_cache_writer(None, prefill, prompts, pages) is None
+    decode = attention_inputs([1, 1, 1], [PAGE - 1, PAGE, 3], table, is_prefill=False)
+    assert create_cache_writer(store, decode, prompts, pages) is None
+    writer = create_cache_writer(store, prefill, prompts, pages)
+    assert writer is not None
+    assert writer.keys == [*store.page_keys(prompts[0][: 2 * PAGE]), *store.page_keys(prompts[1][:PAGE])]
+    with writer:
+        for layer in range(3):
+            writer.write_layer(layer)
+    arrived(store)
+    assert create_cache_writer(store, prefill, prompts, pages) is None
+    for request, length in ((0, 2), (1, 1), (2, 0)):
+        assert store.match(store.page_keys(prompts[request])) == length
+    before = page_bytes(cache, 3)
+    wipe(cache, [3])
+    assert store.read(store.page_keys(prompts[1][:PAGE]), [3]) == 1
+    assert all(map(torch.equal, page_bytes(cache, 3), before))
+    with pytest.raises(
+        ValueError, match="request 0: expected tokens and pages for 40 tokens, got 39 tokens and 3 pages"
+    ):
+        create_cache_writer(store, prefill, [prompts[0][:39], *prompts[1:]], pages)
+    with pytest.raises(ValueError, match="got 100 tokens and 1 pages of 16"):
+        create_cache_writer(store, prefill, prompts, [[0], [3], []])
+
+
+def test_equal_prompts_in_one_batch_are_stored_once(device: str) -> None:
+    cache = random_cache(device)
+    store = CacheStore(cache, 4 * cache.page_bytes)
+    prompt = list(range(2 * PAGE))
+    table = torch.zeros(2, 2, dtype=torch.int32, device=device)
+    writer = create_cache_writer(
+        store, attention_inputs([2 * PAGE] * 2, [0, 0], table), [prompt, prompt], [[0, 1], [2, 3]]
+    )
+    assert writer is not None
+    assert writer.keys == store.page_keys(prompt)
