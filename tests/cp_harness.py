@@ -6,11 +6,13 @@ rows are NaN and caches start as NaN bytes, so that whatever reads them shows.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+from builders import num_pages, random_block_table
 from torch import Tensor
 
 from sparse_cp_ops import ops
@@ -21,8 +23,8 @@ from sparse_cp_ops.kv_cache import PagedKvCache
 from sparse_cp_ops.nn import (
     AttentionInputs,
     Indexer,
-    KvRecords,
     MlaConfig,
+    PendingKvWrite,
     SparseMlaFp8CPOp,
     forward_planner,
     sparse_mla,
@@ -183,32 +185,56 @@ class Result:
             assert torch.equal(mine, expected)
 
 
+@dataclass
+class Written:
+    """What a layer's first half leaves for its second half."""
+
+    pending: PendingKvWrite
+    q_fp8: Tensor
+    q_weights: Tensor
+
+
 class Rank:
     """One rank: module, indexer and caches."""
 
-    def __init__(self, config: MlaConfig, cp: ParallelismConfig, pages: int, device: str) -> None:
+    def __init__(
+        self, config: MlaConfig, cp: ParallelismConfig, pages: int, device: str, group: CpGroup | None = None
+    ) -> None:
         self.config = config
-        group = CpGroup(cp.tp_size, cp.tp_rank, "simulated") if cp.tp_size > 1 else CpGroup()
-        self.op = SparseMlaFp8CPOp(config, cp, planner=ForwardPlanner(config, cp, group))
-        self.indexer = Indexer(config, device)
+        self.group = group or (CpGroup(cp.tp_size, cp.tp_rank, "simulated") if cp.tp_size > 1 else CpGroup())
+        self.op = SparseMlaFp8CPOp(config, cp, planner=ForwardPlanner(config, cp, self.group))
+        self.indexer = Indexer(config, device).requires_grad_(False)
         self.cache = poisoned_cache(config, pages, device)
         self.table = build_cos_sin_cache(config, device)
 
-    def write(self, layer: int, packed: States, plan: CpPlan) -> tuple[object, Tensor, Tensor]:
+    def write(self, layer: int, rows: States, plan: CpPlan) -> Written:
         """Quantise this rank's rows and start the gather."""
-        rows = {name: rows_with_nan_pads(state, plan.token_ids) for name, state in packed.items()}
-        records = self.op.new_kv_records(plan, self.config.has_indexer(layer))
-        fill_records(records, rows, plan, self.config, self.table)
+        config = self.config
+        records = self.op.new_kv_records(plan, config.has_indexer(layer))
+        ops.pack_mla_kv(
+            rows["compressed_kv"], rows["k_pe"], plan.positions, self.table, records.mla, True, config.scale_format
+        )
         q_fp8 = q_weights = torch.empty(0)
         if records.index is not None:
             q_fp8, q_weights = self.indexer.quant_q_k_cp(
                 rows["index_q"], rows["index_k"], rows["index_weights"], plan.positions, self.table, records.index
             )
-        return self.op.start_kv_write(records, plan), q_fp8, q_weights
+        return Written(self.op.start_kv_write(records, plan), q_fp8, q_weights)
 
+    def attend(
+        self, layer: int, rows: States, plan: CpPlan, written: Written, picks: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Scatter, pick if the layer has an indexer, attend: out, lse, picks of this rank's rows."""
+        self.op.finish_kv_write(written.pending, self.cache, layer, plan)
+        if self.config.has_indexer(layer):
+            picks = self.indexer._get_topk_ragged_cp(written.q_fp8, written.q_weights, self.cache, layer, plan)
+        assert picks is not None
+        out, lse = self.op(rows["q"], self.cache, layer, picks, plan)
+        return out, lse, picks
 
-def fill_records(records: KvRecords, rows: States, plan: CpPlan, config: MlaConfig, table: Tensor) -> None:
-    ops.pack_mla_kv(rows["compressed_kv"], rows["k_pe"], plan.positions, table, records.mla, True, config.scale_format)
+    def rows(self, packed: States, plan: CpPlan) -> States:
+        """This rank's rows of a layer's packed states, pads NaN."""
+        return {name: rows_with_nan_pads(state, plan.token_ids) for name, state in packed.items()}
 
 
 class Ranks:
@@ -228,29 +254,23 @@ class Ranks:
         """Run one batch through all layers on all ranks; ``layers`` holds the packed states of each layer."""
         self.plans = plans = [rank.op.plan(inputs) for rank in self.ranks]
         result = Result()
-        picks: list[Tensor] = []
+        picks: list[Tensor | None] = [None] * len(plans)
         for layer, packed in enumerate(layers):
-            writes = [rank.write(layer, packed, plan) for rank, plan in zip(self.ranks, plans, strict=True)]
-            outs, lses = [], []
-            for i, (rank, plan) in enumerate(zip(self.ranks, plans, strict=True)):
-                pending, q_fp8, q_weights = writes[i]
-                rank.op.finish_kv_write(pending, rank.cache, layer, plan)  # type: ignore[arg-type]
-                if self.config.has_indexer(layer):
-                    picks = picks[:i] if i else []
-                    picks.append(rank.indexer._get_topk_ragged_cp(q_fp8, q_weights, rank.cache, layer, plan))
-                q = rows_with_nan_pads(packed["q"], plan.token_ids)
-                out, lse = rank.op(q, rank.cache, layer, picks[i], plan)
+            rows = [rank.rows(packed, plan) for rank, plan in zip(self.ranks, plans, strict=True)]
+            written = [self.ranks[i].write(layer, rows[i], plan) for i, plan in enumerate(plans)]
+            done = [self.ranks[i].attend(layer, rows[i], plan, written[i], picks[i]) for i, plan in enumerate(plans)]
+            for plan, (out, lse, picked) in zip(plans, done, strict=True):
                 pads = plan.token_ids < 0
                 assert out[pads].eq(0).all()
                 assert lse[pads].eq(-torch.inf).all()
-                assert picks[i][pads].eq(-1).all()
-                outs.append(out)
-                lses.append(lse)
-            for collected, per_rank in ((result.out, outs), (result.lse, lses), (result.picks, picks)):
+                assert picked[pads].eq(-1).all()
+            outs, lses, last_picks = zip(*done, strict=True)
+            for collected, per_rank in ((result.out, outs), (result.lse, lses), (result.picks, last_picks)):
                 collected.append(self.restored(per_rank))
+            picks = list(last_picks)
         return result
 
-    def restored(self, per_rank: list[Tensor]) -> Tensor:
+    def restored(self, per_rank: Sequence[Tensor]) -> Tensor:
         """Packed order from the rows of all ranks; if rows aren't split, every rank must have the same."""
         plan = self.plans[0]
         if rows_are_split(plan):
@@ -260,11 +280,44 @@ class Ranks:
         return per_rank[0][plan.restore.long()]
 
     def assert_caches_equal(self, other: Ranks) -> None:
-        """Every rank's caches hold the bytes of ``other``'s, NaN bytes where nobody wrote included."""
-        expected = other.ranks[0].cache
+        """Every rank's caches hold the bytes of ``other``'s."""
         for rank in self.ranks:
-            for mine, theirs in zip(
-                (*rank.cache.mla, *rank.cache.indexer), (*expected.mla, *expected.indexer), strict=True
-            ):
-                assert (mine is None) == (theirs is None)
-                assert mine is None or theirs is None or torch.equal(mine, theirs)
+            assert_cache_equal(rank.cache, other.ranks[0].cache)
+
+
+def assert_cache_equal(cache: PagedKvCache, expected: PagedKvCache) -> None:
+    """The same bytes, NaN bytes where nobody wrote included."""
+    for mine, theirs in zip((*cache.mla, *cache.indexer), (*expected.mla, *expected.indexer), strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or theirs is None or torch.equal(mine, theirs)
+
+
+class Scenario:
+    """Requests with their tokens' states in every layer, and their pages."""
+
+    def __init__(self, totals: Sequence[int], device: str) -> None:
+        self.totals = list(totals)
+        self.layers = [[random_states(total, device) for total in totals] for _ in range(2)]
+        self.block_table = random_block_table(list(totals), PAGE).to(device)
+        self.pages = num_pages(list(totals), PAGE)
+        self.device = device
+
+    def ranks(self, size: int, **changes: object) -> Ranks:
+        return Ranks(size, self.pages, self.device, **changes)  # type: ignore[arg-type]
+
+    def batch(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> list[States]:
+        return [packed_states(requests, new_lens, prefix_lens, self.device) for requests in self.layers]
+
+    def run(self, ranks: Ranks, new_lens: Sequence[int], prefix_lens: Sequence[int], is_prefill: bool = True) -> Result:
+        inputs = attention_inputs(new_lens, prefix_lens, self.block_table, is_prefill)
+        return ranks.forward(inputs, self.batch(new_lens, prefix_lens))
+
+    def rows(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> torch.Tensor:
+        """Rows of the one-shot run of all totals that a batch of chunks corresponds to."""
+        starts = [0, *itertools.accumulate(self.totals)]
+        return torch.cat(
+            [
+                torch.arange(start + prefix, start + prefix + new)
+                for start, new, prefix in zip(starts, new_lens, prefix_lens, strict=False)
+            ]
+        ).to(self.device)

@@ -10,6 +10,7 @@ from cp_harness import (
     PAGE,
     TOPK,
     Rank,
+    Ranks,
     attention_inputs,
     mla_config,
     one_thread,  # noqa: F401  (fixture)
@@ -17,7 +18,6 @@ from cp_harness import (
     parallelism,
     poisoned_cache,
     random_states,
-    rows_with_nan_pads,
     simulated_gather,  # noqa: F401  (fixture)
 )
 from torch import Tensor
@@ -163,13 +163,10 @@ def test_inputs_are_only_read() -> None:
         )
         fields = {name: getattr(inputs, name) for name in ("new_lens", "prefix_lens", "block_table")}
         before = {name: (value.clone(), value._version) for name, value in fields.items()}
-        rank = Rank(mla_config(), parallelism(size, decode_mode="batch_slice"), 9, "cpu")
-        plan = rank.op.plan(inputs)
+        ranks = Ranks(size, 9, decode_mode="batch_slice")
         states = [random_states(32) for _ in range(3)]
         packed = packed_states(states, inputs.new_lens.tolist(), inputs.prefix_lens.tolist())
-        pending, q_fp8, q_weights = rank.write(0, packed, plan)
-        assert pending is not None
-        rank.indexer._get_topk_ragged_cp(q_fp8, q_weights, rank.cache, 0, plan)
+        ranks.forward(inputs, [packed, packed])
         for name, (value, version) in before.items():
             assert getattr(inputs, name) is fields[name]
             assert torch.equal(fields[name], value)
@@ -177,7 +174,7 @@ def test_inputs_are_only_read() -> None:
         with pytest.raises(dataclasses.FrozenInstanceError):
             inputs.is_prefill = False  # type: ignore[misc]
         with pytest.raises(dataclasses.FrozenInstanceError):
-            plan.use_cp = False  # type: ignore[misc]
+            ranks.plans[0].use_cp = False  # type: ignore[misc]
 
 
 LENS = torch.ones(2, dtype=torch.int32)
@@ -289,10 +286,7 @@ def test_modules_keep_nothing_of_a_forward() -> None:
 
     before = [copy.copy(found) for found in attributes()]
     plan = rank.op.plan(one_request())
-    pending, q_fp8, q_weights = rank.write(0, states, plan)
-    rank.op.finish_kv_write(pending, rank.cache, 0, plan)  # type: ignore[arg-type]
-    picks = rank.indexer._get_topk_ragged_cp(q_fp8, q_weights, rank.cache, 0, plan)
-    rank.op(states["q"], rank.cache, 0, picks, plan)
+    rank.attend(0, states, plan, rank.write(0, states, plan), None)
     assert attributes() == before
 
 
@@ -322,8 +316,8 @@ def test_plans_with_room_are_refilled(device: str) -> None:
     full = rank.op.planner.prepare(attention_inputs([1] * 4, [0] * 4, table, False), False, 4, 4, 4)
     states = [random_states(40, device) for _ in range(4)]
     prompts = rank.op.plan(attention_inputs([40] * 4, [0] * 4, table))
-    pending, *_ = rank.write(0, packed_states(states, [40] * 4, [0] * 4, device), prompts)
-    rank.op.finish_kv_write(pending, rank.cache, 0, prompts)  # type: ignore[arg-type]
+    rows = packed_states(states, [40] * 4, [0] * 4, device)
+    rank.attend(0, rows, prompts, rank.write(0, rows, prompts), None)
     for requests, prefix in ((4, 0), (2, 1), (1, 2), (3, 2)):
         inputs = attention_inputs([1] * requests, [prefix] * requests, table[:requests], False)
         new = rank.op.plan(inputs)
@@ -331,11 +325,8 @@ def test_plans_with_room_are_refilled(device: str) -> None:
         packed = packed_states(states[:requests], [1] * requests, [prefix] * requests, device)
         outs = []
         for plan in (new, full):
-            pending, q_fp8, q_weights = rank.write(0, packed, plan)
-            rank.op.finish_kv_write(pending, rank.cache, 0, plan)  # type: ignore[arg-type]
-            picks = rank.indexer._get_topk_ragged_cp(q_fp8, q_weights, rank.cache, 0, plan)
-            q = rows_with_nan_pads(packed["q"], plan.token_ids)
-            outs.append(rank.op(q, rank.cache, 0, picks, plan)[0])
+            rows = rank.rows(packed, plan)
+            outs.append(rank.attend(0, rows, plan, rank.write(0, rows, plan), None)[0])
         assert torch.equal(outs[1][:requests], outs[0])
         assert outs[1][requests:].eq(0).all()
     rank.op.plan(inputs)
