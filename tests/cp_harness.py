@@ -295,7 +295,7 @@ def assert_cache_equal(cache: PagedKvCache, expected: PagedKvCache) -> None:
 class Scenario:
     """Requests with their tokens' states in every layer, and their pages."""
 
-    def __init__(self, totals: Sequence[int], device: str) -> None:
+    def __init__(self, totals: Sequence[int], device: str = "cpu") -> None:
         self.totals = list(totals)
         self.layers = [[random_states(total, device) for total in totals] for _ in range(2)]
         self.block_table = random_block_table(list(totals), PAGE).to(device)

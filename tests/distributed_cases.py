@@ -1,0 +1,318 @@
+"""What runs on every rank of test_distributed.py. A case gets the group, and fails by raising on any rank."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from cp_harness import (
+    PAGE,
+    Rank,
+    Scenario,
+    States,
+    assert_cache_equal,
+    attention_inputs,
+    mla_config,
+    parallelism,
+)
+from torch import Tensor
+
+from sparse_cp_ops.config import CPRotateMethod
+from sparse_cp_ops.context_parallel import CpPlan
+from sparse_cp_ops.context_parallel import collectives as comm
+from sparse_cp_ops.nn import SparseMlaCpImpl, get_mla_impl
+
+GROUP_TIMEOUT = datetime.timedelta(seconds=20)
+# What a rank may take to see that another one has failed, in the cases about failures.
+SHORT_TIMEOUT = datetime.timedelta(seconds=4)
+
+Case = Callable[[comm.CpGroup], None]
+
+
+def run_cases(rank: int, size: int, cases: Sequence[Case], folder: str) -> None:
+    """Run the cases in order on one rank; writes what happened to ``folder/<rank>.json``: case -> "" or a traceback."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory is filled with NaN
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=GROUP_TIMEOUT
+    )
+    results: dict[str, str] = {}
+    try:
+        for case in cases:
+            torch.manual_seed(0)
+            assert dist.group.WORLD is not None
+            case(comm.CpGroup.of(dist.group.WORLD))
+            results[case.__name__] = ""
+    except BaseException:
+        results[case.__name__] = traceback.format_exc()
+    Path(folder, f"{rank}.json").write_text(json.dumps(results))
+    # The peers of a rank that failed are in a collective: leaving lets them see it at once.
+    if any(results.values()):
+        raise SystemExit(1)
+    dist.destroy_process_group()
+
+
+def new_rank(scenario: Scenario, group: comm.CpGroup, **changes: object) -> Rank:
+    config = parallelism(group.size, group.rank, **changes)  # type: ignore[arg-type]
+    return Rank(mla_config(), config, scenario.pages, "cpu", group)
+
+
+def one_rank(scenario: Scenario) -> Rank:
+    return Rank(mla_config(), parallelism(1), scenario.pages, "cpu")
+
+
+def layers(rank: Rank, rows: Sequence[States], plan: CpPlan) -> list[Tensor]:
+    """Both layers of this rank's rows; the second one reuses the picks of the first."""
+    results: list[Tensor] = []
+    picks = None
+    for layer in range(2):
+        out, lse, picks = rank.attend(layer, rows[layer], plan, rank.write(layer, rows[layer], plan), picks)
+        results += [out, lse, picks]
+    return results
+
+
+def run(
+    rank: Rank,
+    scenario: Scenario,
+    new_lens: Sequence[int],
+    prefix_lens: Sequence[int],
+    is_prefill: bool = True,
+    step: Callable[[Rank, Sequence[States], CpPlan], list[Tensor]] = layers,
+) -> list[Tensor]:
+    """out, lse and picks of both layers in packed order, on every rank."""
+    plan = rank.op.plan(attention_inputs(new_lens, prefix_lens, scenario.block_table, is_prefill))
+    rows = [rank.rows(packed, plan) for packed in scenario.batch(new_lens, prefix_lens)]
+    return [comm.restore_rows(local, plan, rank.group) for local in step(rank, rows, plan)]
+
+
+def assert_bitwise(results: Sequence[Tensor], expected: Sequence[Tensor], rows: Tensor | None = None) -> None:
+    for mine, theirs in zip(results, expected, strict=True):
+        assert not mine.isnan().any()
+        assert torch.equal(mine, theirs if rows is None else theirs[rows])
+
+
+# ---- the same bits as one rank ----
+
+
+def prefill_of_mixed_batches(group: comm.CpGroup) -> None:
+    for method in (CPRotateMethod.ALL_GATHER, CPRotateMethod.ALL_GATHER_WITH_OVERLAP):
+        for split in ("zigzag", "interleave"):
+            for new_lens in ([1], [3, 70, 1], [0, 5], [40, 41]):
+                scenario = Scenario(new_lens)
+                one, many = one_rank(scenario), new_rank(scenario, group, method=method, split=split)
+                zeros = [0] * len(new_lens)
+                assert_bitwise(run(many, scenario, new_lens, zeros), run(one, scenario, new_lens, zeros))
+                assert_cache_equal(many.cache, one.cache)
+
+
+def chunks_and_decode(group: comm.CpGroup) -> None:
+    for decode_mode in ("replicated", "batch_slice"):
+        totals = [80, 23, 1 + 2 * PAGE]
+        scenario = Scenario(totals)
+        one, many = one_rank(scenario), new_rank(scenario, group, decode_mode=decode_mode)
+        expected = run(one, scenario, totals, [0, 0, 0])
+        done = [0, 0, 0]
+        for chunk, is_prefill in [([50, 0, 3], True), ([20, 13, 20], True), *[([1, 1, 1], False)] * 10]:
+            result = run(many, scenario, chunk, done, is_prefill)
+            assert_bitwise(result, expected, scenario.rows(chunk, done))
+            done = [start + new for start, new in zip(done, chunk, strict=True)]
+        assert done == totals
+        assert_cache_equal(many.cache, one.cache)
+
+
+def an_abandoned_gather_leaves_nothing_behind(group: comm.CpGroup) -> None:
+    scenario = Scenario([20])
+    many = new_rank(scenario, group)
+    plan = many.op.plan(attention_inputs([20], [0], scenario.block_table))
+    many.write(0, many.rows(scenario.batch([20], [0])[0], plan), plan)
+    one = one_rank(scenario)
+    assert_bitwise(run(many, scenario, [20], [0]), run(one, scenario, [20], [0]))
+    assert_cache_equal(many.cache, one.cache)
+
+
+def compiled_steps_are_one_graph(group: comm.CpGroup) -> None:
+    """The functional gather, fullgraph, at most 2 recompiles over many lengths, and the bits of the eager run."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    compiled = torch.compile(layers, fullgraph=True, backend=counter)
+    for length in range(2, 30):
+        scenario = Scenario([length, 3])
+        eager, traced = new_rank(scenario, group), new_rank(scenario, group)
+        lens, zeros = [length, 3], [0, 0]
+        with torch.no_grad():
+            expected = run(eager, scenario, lens, zeros)
+            assert_bitwise(run(traced, scenario, lens, zeros, step=compiled), expected)
+        assert_cache_equal(traced.cache, eager.cache)
+    assert counter.frame_count <= 3, counter.frame_count
+
+
+# ---- the other collectives ----
+
+
+def sums_and_gathers_of_rows(group: comm.CpGroup) -> None:
+    ranks = torch.arange(group.size, dtype=torch.float32)
+    x = torch.arange(6, dtype=torch.float32).view(2, 3)
+    for function in (lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")):
+        summed = function(lambda x: comm.all_reduce_sum(x * (group.rank + 1), group))(x)
+        assert torch.equal(summed, x * (ranks + 1).sum())
+        transposed = function(lambda x: comm.all_reduce_sum(x.t() + 0, group))(x)
+        assert torch.equal(transposed, x.t() * group.size)
+        gathered = function(lambda x: comm.all_gather_rows((x + group.rank).t(), group))(x)
+        assert torch.equal(gathered, torch.cat([(x + rank).t() for rank in range(group.size)]))
+    assert comm.all_gather_rows(x[:0], group).shape == (0, 3)
+
+
+def hidden_states_at_the_end_of_the_model(group: comm.CpGroup) -> None:
+    for split in ("zigzag", "interleave"):
+        for new_lens in ([5, 0, 17, 1], [1], [3, 2], [0, 4, 0], [0], []):
+            scenario = Scenario([max(1, new) for new in new_lens])
+            many = new_rank(scenario, group, split=split)
+            plan = many.op.plan(attention_inputs(new_lens, [0] * len(new_lens), scenario.block_table))
+            hidden = torch.randn(sum(new_lens), 4, 3).bfloat16()
+            hidden[::2] = -0.0
+            local = comm.take_local_rows(hidden, plan)
+            assert local.shape[0] == plan.local_rows
+            assert_same_bits(comm.gather_hidden_states(local, plan, group), hidden)
+            last = torch.zeros(len(new_lens), 4, 3).bfloat16()
+            for request, new in enumerate(new_lens):
+                if new:
+                    last[request] = hidden[sum(new_lens[: request + 1]) - 1]
+            assert_same_bits(comm.gather_last_tokens(local, plan, group), last)
+            # In decode, and in prefill below the threshold, every rank has all rows already.
+            whole = new_rank(scenario, group, min_tokens=1000).op.plan(
+                attention_inputs(new_lens, [0] * len(new_lens), scenario.block_table)
+            )
+            assert comm.gather_hidden_states(hidden, whole, group) is hidden
+            assert_same_bits(comm.gather_last_tokens(hidden, whole, group), last)
+
+
+def plans_with_room(group: comm.CpGroup) -> None:
+    scenario = Scenario([9, 5])
+    many = new_rank(scenario, group, split="interleave")
+    inputs = attention_inputs([9, 5], [0, 0], scenario.block_table)
+    plan = many.op.planner.prepare(inputs, True, max_requests=4, local_rows=16, total_tokens=20)
+    hidden = torch.randn(14, 3)
+    local = torch.full((16, 3), torch.nan)
+    local[plan.token_ids >= 0] = hidden[plan.token_ids[plan.token_ids >= 0].long()]
+    assert_same_bits(comm.gather_hidden_states(local, plan, group), torch.cat([hidden, torch.zeros(6, 3)]))
+    last = torch.stack([hidden[8], hidden[13], *torch.zeros(2, 3)])
+    assert_same_bits(comm.gather_last_tokens(local, plan, group), last)
+
+
+def assert_same_bits(mine: Tensor, expected: Tensor) -> None:
+    assert mine.shape == expected.shape
+    assert torch.equal(mine.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+def user_buffers_need_cuda(group: comm.CpGroup) -> None:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    comm.logger.addHandler(handler)
+    comm.logger.setLevel(logging.INFO)
+    pg = group.process_group
+    config = parallelism(group.size, group.rank)
+    with_buffers = type(config)(
+        tp_size=group.size,
+        tp_rank=group.rank,
+        world_size=group.size,
+        world_rank=group.rank,
+        prefill_cp_config=config.prefill_cp_config,
+        use_ub_comm=True,
+    )
+    for cp, some_group, reason in (
+        (config, pg, "use_ub_comm is not set"),
+        (with_buffers, None, "the group has no other rank"),
+        (with_buffers, pg, "the device is cpu, not CUDA"),
+    ):
+        assert comm.init_user_buffers_environment(cp, some_group, "cpu") is False
+        assert reason in messages[-1]
+        with pytest.raises(RuntimeError, match=reason):
+            comm.init_user_buffers_environment(cp, some_group, "cpu", strict=True)
+    comm.logger.removeHandler(handler)
+
+
+# ---- errors surface on all ranks ----
+
+
+def different_batches_are_refused(group: comm.CpGroup) -> None:
+    scenario = Scenario([40, 40])
+    many = new_rank(scenario, group, decode_mode="batch_slice")
+    odd = group.rank == group.size - 1
+    for lens, prefix, is_prefill in (
+        ([20 + odd, 3], [0, 0], True),
+        ([20, 3], [odd, 0], True),
+        ([20, -odd], [0, 0], True),
+        ([20, 3] if odd else [20, 3, 1][: 2 - odd], [0, 1 - odd], True),
+        ([1, 1 - odd], [5, 5], False),
+    ):
+        inputs = attention_inputs(lens, prefix, scenario.block_table, is_prefill)
+        with pytest.raises(ValueError, match=f"the same batch on all {group.size} ranks, but rank {group.rank} has"):
+            many.op.plan(inputs)
+    # Nobody waits for anybody now: the next forward is a good one.
+    assert_bitwise(run(many, scenario, [20, 3], [0, 0]), run(one_rank(scenario), scenario, [20, 3], [0, 0]))
+
+
+def get_mla_impl_checks_the_group(group: comm.CpGroup) -> None:
+    impl = get_mla_impl(mla_config(), parallelism(group.size, group.rank), group.process_group)
+    assert type(impl) is SparseMlaCpImpl
+    assert impl.group == group
+    with pytest.raises(ValueError, match=f"expected size {group.size + 1} as tp_size"):
+        get_mla_impl(mla_config(), parallelism(group.size + 1, group.rank), group.process_group)
+
+
+def a_rank_that_fails_between_two_collectives(group: comm.CpGroup) -> None:
+    """It raises after its planning; the others see an error within the timeout of the group, not a hang."""
+    short = dist.new_group(timeout=SHORT_TIMEOUT)
+    assert isinstance(short, dist.ProcessGroup)
+    scenario = Scenario([20])
+    many = new_rank(scenario, comm.CpGroup.of(short))
+    plan = many.op.plan(attention_inputs([20], [0], scenario.block_table))
+    rows = many.rows(scenario.batch([20], [0])[0], plan)
+    start = time.monotonic()
+    if group.rank == 0:
+        with contextlib.suppress(ZeroDivisionError):
+            raise ZeroDivisionError
+        time.sleep(2 * SHORT_TIMEOUT.total_seconds())  # alive, but it never comes
+        return
+    with pytest.raises(RuntimeError):
+        many.attend(0, rows, plan, many.write(0, rows, plan), None)
+    assert time.monotonic() - start < 1.5 * SHORT_TIMEOUT.total_seconds()
+
+
+def a_rank_that_dies(group: comm.CpGroup) -> None:
+    """The others get an error as soon as its connections close. Last case: the group is gone afterwards."""
+    scenario = Scenario([20])
+    many = new_rank(scenario, group)
+    plan = many.op.plan(attention_inputs([20], [0], scenario.block_table))
+    rows = many.rows(scenario.batch([20], [0])[0], plan)
+    if group.rank == 0:
+        raise ZeroDivisionError("this rank fails on purpose")
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        many.attend(0, rows, plan, many.write(0, rows, plan), None)
+    assert time.monotonic() - start < GROUP_TIMEOUT.total_seconds()
+
+
+CASES: list[Case] = [
+    prefill_of_mixed_batches,
+    chunks_and_decode,
+    an_abandoned_gather_leaves_nothing_behind,
+    sums_and_gathers_of_rows,
+    hidden_states_at_the_end_of_the_model,
+    plans_with_room,
+    user_buffers_need_cuda,
+    different_batches_are_refused,
+    get_mla_impl_checks_the_group,
+]
+TWO_RANKS: list[Case] = [*CASES, compiled_steps_are_one_graph, a_rank_that_fails_between_two_collectives]
+FOUR_RANKS: list[Case] = CASES
+FAILING_RANK: list[Case] = [a_rank_that_dies]
