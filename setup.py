@@ -57,10 +57,11 @@ class BuildExtension(cpp_extension.BuildExtension):  # type: ignore[misc]
         return str(super().get_ext_filename(ext_name))
 
     def build_extensions(self) -> None:
-        """ninja has no header dependencies for .cu files in a CPU build of torch: drop objects older than a header."""
-        newest = max(os.path.getmtime(header) for header in HEADERS)
+        """Drop CUDA objects older than a header they include: in a CPU build of torch ninja does not track those."""
         for built in glob(f"{self.build_temp}/csrc/cuda/**/*.o", recursive=True):
-            if os.path.getmtime(built) < newest:
+            rule = Path(built).with_suffix(".d")
+            included = rule.read_text().replace("\\\n", " ").split(" : ", 1)[1].split() if rule.is_file() else HEADERS
+            if any(not os.path.exists(f) or os.path.getmtime(f) > os.path.getmtime(built) for f in included):
                 os.remove(built)
         super().build_extensions()
 
@@ -86,7 +87,7 @@ extensions = [
 ]
 if cuda_home:
     # Relaxed constexpr: the kernels use the constexpr functions of kv_record.h.
-    nvcc_flags = ["-O3", "-std=c++20", "-lineinfo", "--expt-relaxed-constexpr", "--threads=2"]
+    nvcc_flags = ["-MMD", "-O3", "-std=c++20", "-lineinfo", "--expt-relaxed-constexpr", "--threads=2"]
     nvcc_flags += ["-Xcompiler=-fvisibility=hidden", *ARCH_FLAGS]
     extensions.append(
         cpp_extension.CppExtension(
