@@ -1,0 +1,36 @@
+// Launchers of sparse_mla_fp8_cp on CUDA; each heavy instantiation has a source file of its own.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../../ops/sparse_mla_fp8_cp.h"
+#include "../arch.h"
+
+namespace sparse_cp_ops {
+
+// Split-KV: part s of a row handles the entries [s * width, (s + 1) * width) of its list. One part writes the results
+// themselves, more parts write partial states that merge_parts() joins.
+struct KeySplit {
+  int64_t parts = 1;
+  int64_t width = 0;             // list entries of a part, a multiple of 64
+  float* partial_out = nullptr;  // [parts, rows, heads, 512]
+  float* partial_lse = nullptr;  // [parts, rows, heads]
+};
+
+struct PortableTile {
+  int heads;          // heads of a block
+  int blocks_per_sm;  // that run at the same time
+};
+
+// The tile that the portable kernel uses for this head count on this device.
+PortableTile portable_tile(const DeviceArch& arch, int64_t heads);
+
+void launch_portable(const SparseMlaParams& p, const KeySplit& split, const DeviceArch& arch, int32_t device_index,
+                     cudaStream_t stream);
+void launch_portable_16(const SparseMlaParams& p, const KeySplit& split, int32_t device_index, cudaStream_t stream);
+void launch_portable_32(const SparseMlaParams& p, const KeySplit& split, int32_t device_index, cudaStream_t stream);
+void launch_portable_64(const SparseMlaParams& p, const KeySplit& split, int32_t device_index, cudaStream_t stream);
+
+void merge_parts(const SparseMlaParams& p, const KeySplit& split, cudaStream_t stream);
+
+}  // namespace sparse_cp_ops

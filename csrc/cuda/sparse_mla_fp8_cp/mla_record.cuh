@@ -1,0 +1,104 @@
+// From a 656-byte record to 16-bit operands, exact for every positive finite fp32 scale.
+//
+// A scale is split into a power of two and a rest, scale = 2^e * m with 1 <= m < 2, and a record gets one exponent E,
+// the largest of its four. The latent part becomes f16: e4m3 * 2^(e - E) has four significant bits and at most 448, and
+// is exact down to e - E = -15; below, the loss is under 2^-25 * 2^E. m is applied in fp32 to the finished sums of q.k
+// of its 128 dimensions, and to the weights in front of the values; with power-of-two scales it is 1. The sums get 2^E
+// back before the RoPE part (bf16, as it is) joins them. The weights of the values keep it: weight' = exp2(logit + E -
+// M'), where M' is the running maximum of logit + E, so that they fit f16 as well.
+//
+// Queries: the latent part becomes f16 times 2^-k with one k a head that moves its largest value just below 2^5.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+namespace sparse_cp_ops {
+
+// Exponents below this count as this: 2^-E times the length of a list then stays finite.
+inline constexpr int kMinRecordExponent = -110;
+
+__device__ __forceinline__ float fast_exp2(float x) {  // relative error 2^-22; -inf gives 0
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+struct SplitScale {
+  int exponent;  // e
+  float rest;    // m
+};
+
+__device__ __forceinline__ float power_of_two(int exponent) {  // -126 .. 127
+  return __uint_as_float(static_cast<uint32_t>(exponent + 127) << 23);
+}
+
+__device__ __forceinline__ SplitScale split_scale(float scale) {
+  const int field = max(static_cast<int>(__float_as_uint(scale) >> 23 & 0xff), 1);  // a subnormal scale keeps m < 1
+  if (field == 255) return {0, NAN};
+  const float rest = scale * __uint_as_float(static_cast<uint32_t>(254 - field) << 23);
+  return {field - 127, rest == 0.0f ? 1.0f : rest};  // a zero scale (an unwritten record): ratios of m stay finite
+}
+
+// From sm_89 on one instruction turns two e4m3 into f16. Before, a byte shifted into an f16 reads as its value * 2^-8,
+// and a NaN (0x7F, 0xFF) as 480 * 2^-8: callers look for it.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+inline constexpr bool kHardwareE4m3 = true;
+#else
+inline constexpr bool kHardwareE4m3 = false;
+#endif
+inline constexpr int kE4m3Bias = kHardwareE4m3 ? 0 : 8;
+
+// Two f16 for e4m3x2_to_f16x2 that stand for 2^shift, shift <= 0.
+__device__ __forceinline__ uint32_t latent_multiplier(int shift) {
+  const int exponent = shift + kE4m3Bias;
+  const uint32_t bits = exponent >= -14 ? (exponent + 15) << 10 : exponent >= -24 ? 1u << (exponent + 24) : 0;
+  return bits * 0x10001u;
+}
+
+__device__ __forceinline__ uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
+  const __half2 product = __hmul2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
+  return reinterpret_cast<const uint32_t&>(product);
+}
+
+__device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+__device__ __forceinline__ uint32_t pack_f16x2(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+__device__ __forceinline__ float2 unpack_bf16x2(uint32_t pair) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+
+// Bytes 0, 1 (high = false) or 2, 3 of `bytes` as a pair of f16, times the power of two behind `multiplier`.
+__device__ __forceinline__ uint32_t e4m3x2_to_f16x2(uint32_t bytes, bool high, uint32_t multiplier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  const __half2_raw pair =
+      __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(high ? bytes >> 16 : bytes & 0xffff), __NV_E4M3);
+  return multiply_f16x2(reinterpret_cast<const uint32_t&>(pair), multiplier);
+#else
+  const uint32_t spread = __byte_perm(bytes, 0, high ? 0x3424 : 0x1404);  // s eeee mmm 00000000, twice
+  const uint32_t placed = ((spread >> 1) & 0x3f803f80u) | (spread & 0x80008000u);
+  return multiply_f16x2(placed, multiplier);
+#endif
+}
+
+// Nonzero in some top bit (kNanBits) if one of the four bytes is an e4m3 NaN.
+__device__ __forceinline__ uint32_t e4m3_nan_bits(uint32_t bytes) { return (bytes & 0x7f7f7f7fu) + 0x01010101u; }
+inline constexpr uint32_t kNanBits = 0x80808080u;
+
+// k of a head whose largest latent magnitude is `peak`. 2^4 leaves room for sums with a RoPE part in units of 2^-110
+// (see kMinRecordExponent) and keeps what is 2^-18 of the largest value or more exact.
+__device__ __forceinline__ int query_exponent(float peak) {
+  return min(max(static_cast<int>(__float_as_uint(peak) >> 23 & 0xff) - 127 - 4, -40), 122);
+}
+
+}  // namespace sparse_cp_ops

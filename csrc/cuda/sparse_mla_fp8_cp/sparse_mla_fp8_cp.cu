@@ -1,0 +1,78 @@
+// sparse_mla_fp8_cp on CUDA: checks, choice of kernel and split, registration.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "../value_checks.h"
+#include "kernels.h"
+
+namespace sparse_cp_ops {
+namespace {
+
+// Fewer list entries in a part than this don't pay for the merge.
+constexpr int64_t kMinPartWidth = 128;
+
+// As many parts as fill the device once; one part, whatever the number of rows, for batch-invariant results.
+KeySplit choose_split(const SparseMlaParams& p, int64_t blocks_per_part, int64_t capacity) {
+  KeySplit split;
+  split.width = p.topk;
+  if (p.batch_invariant || p.topk <= kMinPartWidth) return split;
+  const int64_t wanted = std::min(capacity / blocks_per_part, p.topk / kMinPartWidth);
+  if (wanted <= 1) return split;
+  const int64_t steps = p.topk / kIndexListMultiple;
+  split.width = (steps + wanted - 1) / wanted * kIndexListMultiple;
+  split.parts = (p.topk + split.width - 1) / split.width;
+  return split;
+}
+
+void check_values(const SparseMlaParams& p, const Tensor& indices, const std::optional<Tensor>& block_table,
+                  const std::optional<Tensor>& req_ids, const std::optional<Tensor>& kv_lens) {
+  SparseMlaParams host = p;
+  const Tensor host_indices = host_copy(indices);
+  host.indices = static_cast<const int32_t*>(host_indices.data_ptr());
+  host.indices_stride = p.topk;
+  if (!p.paged) return check_sparse_mla_values(host);
+  const Tensor host_table = host_copy(*block_table), host_req = host_copy(*req_ids), host_lens = host_copy(*kv_lens);
+  host.block_table = static_cast<const int32_t*>(host_table.data_ptr());
+  host.table_stride = p.table_width;
+  host.req_ids = static_cast<const int32_t*>(host_req.data_ptr());
+  host.kv_lens = static_cast<const int32_t*>(host_lens.data_ptr());
+  check_sparse_mla_values(host);
+}
+
+std::tuple<Tensor, Tensor> sparse_mla_fp8_cp(const Tensor& q, const Tensor& kv_cache, const Tensor& indices,
+                                             const std::optional<Tensor>& block_table,
+                                             const std::optional<Tensor>& req_ids, const std::optional<Tensor>& kv_lens,
+                                             double softmax_scale, const std::string& precision, bool batch_invariant) {
+  SparseMlaCall call = prepare_sparse_mla_fp8_cp(q, kv_cache, indices, block_table, req_ids, kv_lens, softmax_scale,
+                                                 precision, batch_invariant);
+  const SparseMlaParams& p = call.params;
+  if (p.rows == 0) return {call.out, call.lse};
+  const int32_t device_index = q.get_device_index();
+  torch::stable::accelerator::DeviceGuard guard(device_index);
+  cudaStream_t stream = current_stream(device_index);
+  if (value_checks_possible(stream)) check_values(p, indices, block_table, req_ids, kv_lens);
+
+  const DeviceArch& arch = device_arch(device_index);
+  const PortableTile tile = portable_tile(arch, p.heads);
+  KeySplit split = choose_split(p, p.rows * ((p.heads + tile.heads - 1) / tile.heads),
+                                static_cast<int64_t>(arch.multiprocessors) * tile.blocks_per_sm);
+  Tensor partial_out, partial_lse;
+  if (split.parts > 1) {
+    partial_out = torch::stable::new_empty(q, {split.parts, p.rows, p.heads, kLatentDim}, ScalarType::Float);
+    partial_lse = torch::stable::new_empty(q, {split.parts, p.rows, p.heads}, ScalarType::Float);
+    split.partial_out = static_cast<float*>(partial_out.data_ptr());
+    split.partial_lse = static_cast<float*>(partial_lse.data_ptr());
+  }
+  launch_portable(p, split, arch, device_index, stream);
+  if (split.parts > 1) merge_parts(p, split, stream);
+  return {call.out, call.lse};
+}
+
+}  // namespace
+}  // namespace sparse_cp_ops
+
+STABLE_TORCH_LIBRARY_IMPL(sparse_cp_ops, CUDA, m) {
+  m.impl("sparse_mla_fp8_cp", TORCH_BOX(&sparse_cp_ops::sparse_mla_fp8_cp));
+}
