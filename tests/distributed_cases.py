@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import json
 import logging
+import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,8 +26,9 @@ from cp_harness import (
     parallelism,
 )
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from sparse_cp_ops.config import CPRotateMethod
+from sparse_cp_ops.config import CPRotateMethod, ParallelismConfig
 from sparse_cp_ops.context_parallel import CpPlan
 from sparse_cp_ops.context_parallel import collectives as comm
 from sparse_cp_ops.nn import SparseMlaCpImpl, get_mla_impl
@@ -38,12 +40,24 @@ SHORT_TIMEOUT = datetime.timedelta(seconds=4)
 Case = Callable[[comm.CpGroup], None]
 
 
-def run_cases(rank: int, size: int, cases: Sequence[Case], folder: str) -> None:
+_device = "cpu"
+
+
+def run_cases(rank: int, size: int, cases: Sequence[Case], folder: str, device: str) -> None:
     """Run the cases in order on one rank; writes what happened to ``folder/<rank>.json``: case -> "" or a traceback."""
+    global _device
+    _device = device
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory is filled with NaN
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=GROUP_TIMEOUT
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=size,
+        timeout=GROUP_TIMEOUT,
+        device_id=torch.device("cuda", rank) if device == "cuda" else None,
     )
     results: dict[str, str] = {}
     try:
@@ -57,17 +71,22 @@ def run_cases(rank: int, size: int, cases: Sequence[Case], folder: str) -> None:
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
     # The peers of a rank that failed are in a collective: leaving lets them see it at once.
     if any(results.values()):
-        raise SystemExit(1)
-    dist.destroy_process_group()
+        os._exit(1)
+    if device == "cpu":
+        dist.destroy_process_group()
+
+
+def new_scenario(totals: Sequence[int]) -> Scenario:
+    return Scenario(totals, _device)
 
 
 def new_rank(scenario: Scenario, group: comm.CpGroup, **changes: object) -> Rank:
     config = parallelism(group.size, group.rank, **changes)  # type: ignore[arg-type]
-    return Rank(mla_config(), config, scenario.pages, "cpu", group)
+    return Rank(mla_config(), config, scenario.pages, _device, group)
 
 
 def one_rank(scenario: Scenario) -> Rank:
-    return Rank(mla_config(), parallelism(1), scenario.pages, "cpu")
+    return Rank(mla_config(), parallelism(1), scenario.pages, _device)
 
 
 def layers(rank: Rank, rows: Sequence[States], plan: CpPlan) -> list[Tensor]:
@@ -107,7 +126,7 @@ def prefill_of_mixed_batches(group: comm.CpGroup) -> None:
     for method in (CPRotateMethod.ALL_GATHER, CPRotateMethod.ALL_GATHER_WITH_OVERLAP):
         for split in ("zigzag", "interleave"):
             for new_lens in ([1], [3, 70, 1], [0, 5], [40, 41]):
-                scenario = Scenario(new_lens)
+                scenario = new_scenario(new_lens)
                 one, many = one_rank(scenario), new_rank(scenario, group, method=method, split=split)
                 zeros = [0] * len(new_lens)
                 assert_bitwise(run(many, scenario, new_lens, zeros), run(one, scenario, new_lens, zeros))
@@ -117,7 +136,7 @@ def prefill_of_mixed_batches(group: comm.CpGroup) -> None:
 def chunks_and_decode(group: comm.CpGroup) -> None:
     for decode_mode in ("replicated", "batch_slice"):
         totals = [80, 23, 1 + 2 * PAGE]
-        scenario = Scenario(totals)
+        scenario = new_scenario(totals)
         one, many = one_rank(scenario), new_rank(scenario, group, decode_mode=decode_mode)
         expected = run(one, scenario, totals, [0, 0, 0])
         done = [0, 0, 0]
@@ -130,7 +149,7 @@ def chunks_and_decode(group: comm.CpGroup) -> None:
 
 
 def an_abandoned_gather_leaves_nothing_behind(group: comm.CpGroup) -> None:
-    scenario = Scenario([20])
+    scenario = new_scenario([20])
     many = new_rank(scenario, group)
     plan = many.op.plan(attention_inputs([20], [0], scenario.block_table))
     many.write(0, many.rows(scenario.batch([20], [0])[0], plan), plan)
@@ -141,10 +160,10 @@ def an_abandoned_gather_leaves_nothing_behind(group: comm.CpGroup) -> None:
 
 def compiled_steps_are_one_graph(group: comm.CpGroup) -> None:
     """The functional gather, fullgraph, at most 2 recompiles over many lengths, and the bits of the eager run."""
-    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(layers, fullgraph=True, backend=counter)
     for length in range(2, 30):
-        scenario = Scenario([length, 3])
+        scenario = new_scenario([length, 3])
         eager, traced = new_rank(scenario, group), new_rank(scenario, group)
         lens, zeros = [length, 3], [0, 0]
         with torch.no_grad():
@@ -158,8 +177,8 @@ def compiled_steps_are_one_graph(group: comm.CpGroup) -> None:
 
 
 def sums_and_gathers_of_rows(group: comm.CpGroup) -> None:
-    ranks = torch.arange(group.size, dtype=torch.float32)
-    x = torch.arange(6, dtype=torch.float32).view(2, 3)
+    ranks = torch.arange(group.size, dtype=torch.float32, device=_device)
+    x = torch.arange(6, dtype=torch.float32, device=_device).view(2, 3)
     for function in (lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")):
         summed = function(lambda x: comm.all_reduce_sum(x * (group.rank + 1), group))(x)
         assert torch.equal(summed, x * (ranks + 1).sum())
@@ -173,15 +192,15 @@ def sums_and_gathers_of_rows(group: comm.CpGroup) -> None:
 def hidden_states_at_the_end_of_the_model(group: comm.CpGroup) -> None:
     for split in ("zigzag", "interleave"):
         for new_lens in ([5, 0, 17, 1], [1], [3, 2], [0, 4, 0], [0], []):
-            scenario = Scenario([max(1, new) for new in new_lens])
+            scenario = new_scenario([max(1, new) for new in new_lens])
             many = new_rank(scenario, group, split=split)
             plan = many.op.plan(attention_inputs(new_lens, [0] * len(new_lens), scenario.block_table))
-            hidden = torch.randn(sum(new_lens), 4, 3).bfloat16()
+            hidden = torch.randn(sum(new_lens), 4, 3).bfloat16().to(_device)
             hidden[::2] = -0.0
             local = comm.take_local_rows(hidden, plan)
             assert local.shape[0] == plan.local_rows
             assert_same_bits(comm.gather_hidden_states(local, plan, group), hidden)
-            last = torch.zeros(len(new_lens), 4, 3).bfloat16()
+            last = torch.zeros(len(new_lens), 4, 3, dtype=torch.bfloat16, device=_device)
             for request, new in enumerate(new_lens):
                 if new:
                     last[request] = hidden[sum(new_lens[: request + 1]) - 1]
@@ -195,15 +214,15 @@ def hidden_states_at_the_end_of_the_model(group: comm.CpGroup) -> None:
 
 
 def plans_with_room(group: comm.CpGroup) -> None:
-    scenario = Scenario([9, 5])
+    scenario = new_scenario([9, 5])
     many = new_rank(scenario, group, split="interleave")
     inputs = attention_inputs([9, 5], [0, 0], scenario.block_table)
     plan = many.op.planner.prepare(inputs, True, max_requests=4, local_rows=16, total_tokens=20)
-    hidden = torch.randn(14, 3)
-    local = torch.full((16, 3), torch.nan)
+    hidden, zeros = torch.randn(14, 3, device=_device), torch.zeros(6, 3, device=_device)
+    local = torch.full((16, 3), torch.nan, device=_device)
     local[plan.token_ids >= 0] = hidden[plan.token_ids[plan.token_ids >= 0].long()]
-    assert_same_bits(comm.gather_hidden_states(local, plan, group), torch.cat([hidden, torch.zeros(6, 3)]))
-    last = torch.stack([hidden[8], hidden[13], *torch.zeros(2, 3)])
+    assert_same_bits(comm.gather_hidden_states(local, plan, group), torch.cat([hidden, zeros]))
+    last = torch.stack([hidden[8], hidden[13], *zeros[:2]])
     assert_same_bits(comm.gather_last_tokens(local, plan, group), last)
 
 
@@ -212,22 +231,25 @@ def assert_same_bits(mine: Tensor, expected: Tensor) -> None:
     assert torch.equal(mine.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
+def user_buffer_config(group: comm.CpGroup, use_ub_comm: bool, comm_buffer_size: int = 1 << 20) -> ParallelismConfig:
+    cp = parallelism(group.size, group.rank, comm_buffer_size=comm_buffer_size).prefill_cp_config
+    return ParallelismConfig(
+        tp_size=group.size,
+        tp_rank=group.rank,
+        world_size=group.size,
+        world_rank=group.rank,
+        prefill_cp_config=cp,
+        use_ub_comm=use_ub_comm,
+    )
+
+
 def user_buffers_need_cuda(group: comm.CpGroup) -> None:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     comm.logger.addHandler(handler)
     comm.logger.setLevel(logging.INFO)
-    pg = group.process_group
-    config = parallelism(group.size, group.rank)
-    with_buffers = type(config)(
-        tp_size=group.size,
-        tp_rank=group.rank,
-        world_size=group.size,
-        world_rank=group.rank,
-        prefill_cp_config=config.prefill_cp_config,
-        use_ub_comm=True,
-    )
+    pg, config, with_buffers = group.process_group, *(user_buffer_config(group, use) for use in (False, True))
     for cp, some_group, reason in (
         (config, pg, "use_ub_comm is not set"),
         (with_buffers, None, "the group has no other rank"),
@@ -244,19 +266,18 @@ def user_buffers_need_cuda(group: comm.CpGroup) -> None:
 
 
 def different_batches_are_refused(group: comm.CpGroup) -> None:
-    scenario = Scenario([40, 40])
+    scenario = new_scenario([40, 40])
     many = new_rank(scenario, group, decode_mode="batch_slice")
     odd = group.rank == group.size - 1
-    for lens, prefix, is_prefill in (
-        ([20 + odd, 3], [0, 0], True),
-        ([20, 3], [odd, 0], True),
-        ([20, -odd], [0, 0], True),
-        ([20, 3] if odd else [20, 3, 1][: 2 - odd], [0, 1 - odd], True),
-        ([1, 1 - odd], [5, 5], False),
-    ):
-        inputs = attention_inputs(lens, prefix, scenario.block_table, is_prefill)
+    good, table = ([20, 3], [0, 1]), scenario.block_table
+    for other in (([21, 3], [0, 1]), ([20, 3], [0, 2]), ([20, -1], [0, 1]), ([23], [0]), ([20, 3, 0], [0, 1, 0])):
+        lens, prefix = other if odd else good
+        inputs = attention_inputs(lens, prefix, table.expand(2, -1)[: len(lens)] if len(lens) < 3 else table[[0, 1, 0]])
         with pytest.raises(ValueError, match=f"the same batch on all {group.size} ranks, but rank {group.rank} has"):
             many.op.plan(inputs)
+    inputs = attention_inputs([1, 1 - odd], [5, 5], table, is_prefill=False)
+    with pytest.raises(ValueError, match="the same batch"):
+        many.op.plan(inputs)
     # Nobody waits for anybody now: the next forward is a good one.
     assert_bitwise(run(many, scenario, [20, 3], [0, 0]), run(one_rank(scenario), scenario, [20, 3], [0, 0]))
 
@@ -273,7 +294,7 @@ def a_rank_that_fails_between_two_collectives(group: comm.CpGroup) -> None:
     """It raises after its planning; the others see an error within the timeout of the group, not a hang."""
     short = dist.new_group(timeout=SHORT_TIMEOUT)
     assert isinstance(short, dist.ProcessGroup)
-    scenario = Scenario([20])
+    scenario = new_scenario([20])
     many = new_rank(scenario, comm.CpGroup.of(short))
     plan = many.op.plan(attention_inputs([20], [0], scenario.block_table))
     rows = many.rows(scenario.batch([20], [0])[0], plan)
@@ -290,7 +311,7 @@ def a_rank_that_fails_between_two_collectives(group: comm.CpGroup) -> None:
 
 def a_rank_that_dies(group: comm.CpGroup) -> None:
     """The others get an error as soon as its connections close. Last case: the group is gone afterwards."""
-    scenario = Scenario([20])
+    scenario = new_scenario([20])
     many = new_rank(scenario, group)
     plan = many.op.plan(attention_inputs([20], [0], scenario.block_table))
     rows = many.rows(scenario.batch([20], [0])[0], plan)
@@ -302,17 +323,99 @@ def a_rank_that_dies(group: comm.CpGroup) -> None:
     assert time.monotonic() - start < GROUP_TIMEOUT.total_seconds()
 
 
-CASES: list[Case] = [
+# ---- CUDA only ----
+
+
+def registered_buffers_change_no_bit(group: comm.CpGroup) -> None:
+    """Gathers that fit the buffer use it, larger ones don't; results are those of one rank either way."""
+    config = user_buffer_config(group, True, comm_buffer_size=32 << 10)
+    assert comm.init_user_buffers_environment(config, group.process_group, "cuda", strict=True)
+    assert comm.init_user_buffers_environment(config, group.process_group, "cuda")
+    registered = comm._registered_buffer(group)
+    assert registered is not None
+    for length, fits in ((12, True), (90, False), (13, True)):
+        scenario = new_scenario([length])
+        one, many = one_rank(scenario), Rank(mla_config(), config, scenario.pages, _device, group)
+        plan = many.op.plan(attention_inputs([length], [0], scenario.block_table))
+        records = many.op.new_kv_records(plan, True)
+        assert registered._lent is fits
+        del records
+        assert_bitwise(run(many, scenario, [length], [0]), run(one, scenario, [length], [0]))
+        assert_cache_equal(many.cache, one.cache)
+        assert not registered._lent
+
+
+def captured_prefill_follows_new_lengths(group: comm.CpGroup) -> None:
+    """One CUDA graph with room for 40 tokens, replayed for other batches: the bits of eager runs on one rank."""
+    scenario = new_scenario([40, 40])
+    many = new_rank(scenario, group, split="interleave")
+
+    def planned(new_lens: Sequence[int]) -> CpPlan:
+        inputs = attention_inputs(new_lens, [0, 0], scenario.block_table)
+        return many.op.planner.prepare(inputs, True, 2, -(-40 // group.size), 40)
+
+    plan = planned([20, 20])
+    rows = [many.rows(packed, plan) for packed in scenario.batch([20, 20], [0, 0])]
+    layers(many, rows, plan)  # what is made at the first use is made outside of the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = layers(many, rows, plan)
+    for new_lens in ([20, 20], [31, 2], [0, 5], [1, 0]):
+        new = planned(new_lens)
+        plan.copy_(new)
+        for layer, packed in enumerate(scenario.batch(new_lens, [0, 0])):
+            for name, values in many.rows(packed, new).items():
+                rows[layer][name].copy_(values)
+        graph.replay()
+        restored = [comm.restore_rows(local, new, group)[: sum(new_lens)] for local in results]
+        one = one_rank(scenario)
+        assert_bitwise(restored, run(one, scenario, new_lens, [0, 0]))
+
+
+def nothing_waits_for_the_device(group: comm.CpGroup) -> None:
+    """Planning and all steps of a forward, without one host synchronisation."""
+    scenario = new_scenario([70, 9])
+    many = new_rank(scenario, group, decode_mode="batch_slice")
+    rows: list[States] = []
+    for new_lens, prefix, is_prefill in (([70, 9], [0, 0], True), ([1, 1], [60, 8], False)):
+        inputs = attention_inputs(new_lens, prefix, scenario.block_table, is_prefill)
+        for checked in (False, True):  # warm first: handles, streams and communicators are made at the first use
+            if checked:
+                torch.cuda.set_sync_debug_mode("error")
+            plan = many.op.plan(inputs)
+            if not checked:
+                rows = [many.rows(packed, plan) for packed in scenario.batch(new_lens, prefix)]
+            out = layers(many, rows, plan)[0]
+            comm.gather_last_tokens(out, plan, group) if is_prefill else comm.restore_rows(out, plan, group)
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def different_batches_end_in_a_device_assertion(group: comm.CpGroup) -> None:
+    """Last case: no CUDA call works in these processes afterwards."""
+    scenario = new_scenario([40])
+    many = new_rank(scenario, group)
+    many.op.plan(attention_inputs([20 + group.rank], [0], scenario.block_table))
+    with pytest.raises(RuntimeError):
+        torch.cuda.synchronize()
+
+
+ANY_DEVICE: list[Case] = [
     prefill_of_mixed_batches,
     chunks_and_decode,
     an_abandoned_gather_leaves_nothing_behind,
     sums_and_gathers_of_rows,
     hidden_states_at_the_end_of_the_model,
     plans_with_room,
-    user_buffers_need_cuda,
-    different_batches_are_refused,
     get_mla_impl_checks_the_group,
 ]
-TWO_RANKS: list[Case] = [*CASES, compiled_steps_are_one_graph, a_rank_that_fails_between_two_collectives]
-FOUR_RANKS: list[Case] = CASES
+FOUR_RANKS: list[Case] = [*ANY_DEVICE, user_buffers_need_cuda, different_batches_are_refused]
+TWO_RANKS: list[Case] = [*FOUR_RANKS, compiled_steps_are_one_graph, a_rank_that_fails_between_two_collectives]
 FAILING_RANK: list[Case] = [a_rank_that_dies]
+TWO_GPUS: list[Case] = [
+    *ANY_DEVICE,
+    compiled_steps_are_one_graph,
+    nothing_waits_for_the_device,
+    captured_prefill_follows_new_lengths,
+    registered_buffers_change_no_bit,
+    different_batches_end_in_a_device_assertion,
+]

@@ -11,6 +11,8 @@ from cp_harness import (
     TOPK,
     Rank,
     Ranks,
+    States,
+    assert_cache_equal,
     attention_inputs,
     mla_config,
     one_thread,  # noqa: F401  (fixture)
@@ -21,6 +23,7 @@ from cp_harness import (
     simulated_gather,  # noqa: F401  (fixture)
 )
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from sparse_cp_ops.config import CPRotateMethod, FMHAType, ParallelismConfig, PrefillCPConfig
 from sparse_cp_ops.context_parallel import CpPlan
@@ -340,3 +343,35 @@ def test_local_rows_of_a_packed_tensor(device: str) -> None:
         plan = simulated_impl(2, rank).prepare(one_request(14, device=device))
         assert torch.equal(take_local_rows(x, plan), x[rows])
     assert take_local_rows(x, simulated_impl(1).prepare(one_request(14, device=device))) is x
+
+
+def two_layers(rank: Rank, rows: list[States], plan: CpPlan) -> list[Tensor]:
+    """All steps of the modules: write, pick, attend, then a layer that reuses the picks."""
+    first = rank.attend(0, rows[0], plan, rank.write(0, rows[0], plan), None)
+    second = rank.attend(1, rows[1], plan, rank.write(1, rows[1], plan), first[2])
+    return [*first, *second]
+
+
+@torch.no_grad()
+def test_compiled_steps_are_one_graph_for_all_lengths(device: str) -> None:
+    """fullgraph, the bits of the eager run, at most 2 recompiles over 50 lengths; a stale plan is still refused."""
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(two_layers, fullgraph=True, backend=counter)
+    config = mla_config()
+    eager, traced = (Rank(config, parallelism(1), 12, device) for _ in range(2))
+    table = torch.arange(12, dtype=torch.int32, device=device).view(2, 6)
+    requests = [[random_states(96, device) for _ in range(2)] for _ in range(2)]
+    for length in range(2, 52):
+        for prefix in (0, length % 17):
+            rows = [packed_states(layer, [length, 3], [0, 0], device) for layer in requests]
+            plans = [rank.op.plan(attention_inputs([length, 3], [prefix, 0], table)) for rank in (eager, traced)]
+            expected = two_layers(eager, rows, plans[0])
+            for mine, theirs in zip(compiled(traced, rows, plans[1]), expected, strict=True):
+                assert torch.equal(mine, theirs)
+            assert_cache_equal(traced.cache, eager.cache)
+    assert counter.frame_count <= 3
+    rows = [packed_states(layer, [50, 3], [0, 0], device) for layer in requests]
+    stale = traced.op.plan(attention_inputs([50, 3], [0, 0], table))
+    traced.op.plan(attention_inputs([50, 3], [0, 0], table))
+    with pytest.raises(Exception, match="Observed exception"):
+        compiled(traced, rows, stale)

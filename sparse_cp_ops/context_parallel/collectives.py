@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -185,14 +185,14 @@ class BlockGather:
         """
         self.group = group
         total = group.size * block_bytes
-        registered = _registered_buffers.get(group.name)
-        buffer = None
-        if registered is not None and total <= max_registered_bytes:
-            buffer = registered.take(total, self)
+        registered = _registered_buffer(group)
+        buffer = registered.take(total) if registered is not None and total <= max_registered_bytes else None
+        self._registered = None if buffer is None else registered
         if buffer is None:
             buffer = torch.empty(total, dtype=torch.uint8, device=device)
         self._blocks = buffer.view(group.size, block_bytes)
         self.own = self._blocks[group.rank]
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None  # of the buffer
         self._work: Any = None
         self._done: torch.cuda.Event | None = None
 
@@ -212,19 +212,33 @@ class BlockGather:
             self._work = dist.all_gather_into_tensor(*arguments, group=process_group, async_op=True)
 
     def wait(self) -> Tensor:
-        """uint8 [size, block_bytes], all blocks. On CUDA the current stream waits, not the host."""
+        """uint8 [size, block_bytes], all blocks. On CUDA the current stream waits, not the host.
+
+        Whatever reads them has to be enqueued on the current stream before the next gather is made.
+        """
         if self._work is not None:
             self._work.wait()
             self._work = None
         if self._done is not None:
             torch.cuda.current_stream(self.own.device).wait_event(self._done)
             self._done = None
+        if self._registered is not None:
+            self._registered.release()
+            self._registered = None
         return self._blocks
 
     def __del__(self) -> None:
-        # Abandoned by an exception: whoever gets this memory next, on this stream, comes after the gather.
-        if getattr(self, "_done", None) is not None:
-            self.wait()
+        # Abandoned by an exception: whoever gets this memory next on its stream comes behind the gather.
+        done: torch.cuda.Event | None = getattr(self, "_done", None)
+        if done is not None and self._stream is not None:
+            self._stream.wait_event(done)
+
+
+def begin_forward(group: CpGroup) -> None:
+    """Take back what gathers of an earlier forward borrowed and, after an error, never returned."""
+    registered = _registered_buffer(group)
+    if registered is not None:
+        registered.release()
 
 
 @dataclass(frozen=True)
@@ -256,46 +270,64 @@ def _gather_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class _RegisteredBuffer:
-    """Persistent memory that NCCL has registered, lent to one gather at a time."""
+    """Persistent memory that NCCL has registered, lent to one gather at a time.
 
-    def __init__(self, nbytes: int, device: torch.device, process_group: dist.ProcessGroup) -> None:
-        backend: Any = process_group._get_backend(device)
-        self._pool = torch.cuda.MemPool(backend.mem_allocator)
-        with torch.cuda.use_mem_pool(self._pool, device=device):
-            self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        backend.register_mem_pool(self._pool)
-        self._borrower: weakref.ref[BlockGather] | None = None
+    Ranks must not mix registered and plain memory in one collective (NCCL documentation, user buffer registration).
+    So what decides is the same on all of them: sizes and the order of calls, never whether an object still lives.
+    """
+
+    def __init__(self, memory: Tensor, pool: Any = None) -> None:
+        self._memory = memory
+        self._pool = pool  # owns the memory and its registration
+        self._lent = False
         self._last_stream: torch.cuda.Stream | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return self._bytes.shape[0]
+    @classmethod
+    def register(cls, nbytes: int, device: torch.device, process_group: dist.ProcessGroup) -> _RegisteredBuffer:
+        """Allocate memory that NCCL's allocator gives and register it with the group's communicator."""
+        backend: Any = process_group._get_backend(device)
+        pool = torch.cuda.MemPool(backend.mem_allocator)
+        with torch.cuda.use_mem_pool(pool, device=device):
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        backend.register_mem_pool(pool)
+        return cls(memory, pool)
 
-    def take(self, nbytes: int, borrower: BlockGather) -> Tensor | None:
-        """The first bytes of the buffer until ``borrower`` is gone, or None while another gather has them."""
-        if nbytes > self.nbytes or (self._borrower is not None and self._borrower() is not None):
+    def take(self, nbytes: int) -> Tensor | None:
+        """The first bytes until :meth:`release`, or None if there are not enough or another gather has them."""
+        if nbytes > self._memory.shape[0] or self._lent:
             return None
-        stream = torch.cuda.current_stream(self._bytes.device)
-        # The last borrower's scatter may still run on its stream. A capture must not wait on what is outside of it;
-        # there the order of replays is the caller's, as it is for the caches.
-        if self._last_stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
-            stream.wait_stream(self._last_stream)
-        self._last_stream = stream
-        self._borrower = weakref.ref(borrower)
-        return self._bytes[:nbytes]
+        self._lent = True
+        if self._memory.is_cuda:
+            # The last scatter may still run on its stream. A capture must not wait on what is outside of it; there the
+            # order of replays is the caller's, as it is for the caches.
+            stream = torch.cuda.current_stream(self._memory.device)
+            if self._last_stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
+                stream.wait_stream(self._last_stream)
+            self._last_stream = stream
+        return self._memory[:nbytes]
+
+    def release(self) -> None:
+        """The gather that has the memory is done with it, or given up."""
+        self._lent = False
 
 
-_registered_buffers: dict[str, _RegisteredBuffer] = {}
+# Weak: a buffer goes with its group's communicator.
+_registered_buffers: WeakKeyDictionary[dist.ProcessGroup, _RegisteredBuffer] = WeakKeyDictionary()
+
+
+def _registered_buffer(group: CpGroup) -> _RegisteredBuffer | None:
+    return None if group.process_group is None else _registered_buffers.get(group.process_group)
 
 
 def init_user_buffers_environment(
     config: ParallelismConfig, group: dist.ProcessGroup | None, device: torch.device | str, strict: bool = False
 ) -> bool:
-    """Give the gathers of a group persistent buffers that NCCL has registered.
+    """Give the gathers of a group persistent buffers that NCCL has registered. Call it on every rank.
 
     They are made only if ``use_ub_comm`` is set, torch.distributed is initialised, context parallelism is enabled, the
-    group has several ranks, the device is CUDA and the backend can register memory. Otherwise the first check that
-    failed is logged and plain collectives run, with the same results. Calling it again for a group changes nothing.
+    group has several ranks, the device is CUDA and the backend can register memory on all ranks. Otherwise the first
+    check that failed is logged and plain collectives run, with the same results. Calling it again for a group changes
+    nothing.
 
     Args:
         config: the parallelism; ``prefill_cp_config.comm_buffer_size`` bytes are allocated.
@@ -309,22 +341,32 @@ def init_user_buffers_environment(
     Raises:
         RuntimeError: a check failed and ``strict`` is set.
     """
-    reason = _why_no_user_buffers(config, group, torch.device(device))
-    if reason is None:
-        assert group is not None
-        if group.group_name not in _registered_buffers:
-            try:
-                _registered_buffers[group.group_name] = _RegisteredBuffer(
-                    config.prefill_cp_config.comm_buffer_size, torch.device(device), group
-                )
-            except Exception as error:  # whatever the backend can't do, plain collectives still can
-                reason = f"the backend did not register the buffers ({type(error).__name__}: {error})"
+    device = torch.device(device)
+    reason = _why_no_user_buffers(config, group, device)
+    if reason is None and group is not None and group not in _registered_buffers:
+        reason = _register_on_all_ranks(config.prefill_cp_config.comm_buffer_size, device, group)
     if reason is None:
         return True
     if strict:
         raise RuntimeError(f"init_user_buffers_environment: {reason}")
     logger.info("no registered gather buffers, plain collectives run: %s", reason)
     return False
+
+
+def _register_on_all_ranks(nbytes: int, device: torch.device, group: dist.ProcessGroup) -> str | None:
+    """Register a buffer on every rank or on none; says why not."""
+    buffer, reason = None, "another rank could not register its buffer"
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # makes the communicator, if nothing has yet
+    try:
+        buffer = _RegisteredBuffer.register(nbytes, device, group)
+    except Exception as error:  # whatever the backend can't do, plain collectives still can
+        reason = f"the backend did not register the buffer ({type(error).__name__}: {error})"
+    successes = torch.tensor([buffer is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(successes, group=group)
+    if buffer is None or int(successes) < group.size():
+        return reason
+    _registered_buffers[group] = buffer
+    return None
 
 
 def _why_no_user_buffers(
@@ -341,6 +383,16 @@ def _why_no_user_buffers(
         return "the group has no other rank"
     if device.type != "cuda":
         return f"the device is {device}, not CUDA"
+    backend = _backend_name(group, device)
+    if backend != "nccl":
+        return f"the group's backend for CUDA is {backend}, not nccl"
     if cp.comm_buffer_size == 0:
         return "comm_buffer_size is 0"
     return None
+
+
+def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    try:
+        return str(group._get_backend(device).name())
+    except RuntimeError:  # torch's way to say that there is none
+        return "none"

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 
 from sparse_cp_ops.config import CPRotateMethod, ParallelismConfig
-from sparse_cp_ops.context_parallel.collectives import CpGroup, require_agreement
+from sparse_cp_ops.context_parallel.collectives import CpGroup, begin_forward, require_agreement
 from sparse_cp_ops.context_parallel.plan import CpPlan, PlanLease, batch_work
 from sparse_cp_ops.nn.inputs import AttentionInputs
 from sparse_cp_ops.nn.mla_config import MlaConfig
@@ -95,6 +95,7 @@ class ForwardPlanner:
             local_rows=local_rows,
             total_tokens=total_tokens,
         )
+        begin_forward(group)
         if self._lease is not None:
             self._lease.current = False
         self._lease = PlanLease()

@@ -1,0 +1,162 @@
+"""What a single process can see of the collectives; real groups are in test_distributed.py."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from cp_harness import attention_inputs, mla_config, parallelism
+
+from sparse_cp_ops.config import CPRotateMethod, ParallelismConfig
+from sparse_cp_ops.context_parallel import collectives as comm
+from sparse_cp_ops.nn import get_mla_impl
+
+
+@pytest.fixture
+def no_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("a single rank communicates")
+
+    for name in ("all_reduce", "all_gather_into_tensor", "barrier", "broadcast"):
+        monkeypatch.setattr(dist, name, refuse)
+
+
+@pytest.mark.usefixtures("no_collectives")
+def test_a_single_rank_never_communicates(device: str) -> None:
+    group = comm.CpGroup.of(None)
+    assert (group.size, group.rank, group.process_group) == (1, 0, None)
+    impl = get_mla_impl(mla_config(), parallelism(4))
+    table = torch.zeros(2, 4, dtype=torch.int32, device=device)
+    x = torch.randn(33, 5, device=device)
+    for lens, is_prefill in (([30, 3], True), ([1, 1], False)):
+        plan = impl.prepare(attention_inputs(lens, [0, 0], table, is_prefill))
+        assert not comm.rows_are_split(plan)
+        assert impl.new_kv_records(plan, 0).gather is None
+        rows = x[: sum(lens)]
+        for result in (
+            comm.all_reduce_sum(rows, group),
+            comm.all_gather_rows(rows, group),
+            comm.take_local_rows(rows, plan),
+            comm.restore_rows(rows, plan, group),
+            comm.gather_hidden_states(rows, plan, group),
+        ):
+            assert result is rows
+        last = comm.gather_last_tokens(rows, plan, group)
+        assert torch.equal(last, rows[[lens[0] - 1, sum(lens) - 1]])
+
+
+def config_with(use_ub_comm: bool = True, method: CPRotateMethod = CPRotateMethod.ALL_GATHER, **changes: object):  # type: ignore[no-untyped-def]
+    cp = parallelism(2, method=method, **changes).prefill_cp_config  # type: ignore[arg-type]
+    return ParallelismConfig(tp_size=2, world_size=2, prefill_cp_config=cp, use_ub_comm=use_ub_comm)
+
+
+class Backend:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def name(self) -> str:
+        return self._name
+
+
+class FakeGroup:
+    """A group of two ranks with a given backend for CUDA."""
+
+    group_name = "fake"
+
+    def __init__(self, size: int = 2, backend: str | None = "nccl") -> None:
+        self._size, self._backend = size, backend
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return 0
+
+    def _get_backend(self, device: torch.device) -> Backend:
+        if self._backend is None:
+            raise RuntimeError("No backend type associated with device type cuda")
+        return Backend(self._backend)
+
+
+@pytest.mark.parametrize(
+    ("config", "group", "device", "initialised", "reason"),
+    [
+        (config_with(use_ub_comm=False), FakeGroup(), "cuda", True, "use_ub_comm is not set"),
+        (config_with(), FakeGroup(), "cuda", False, "torch.distributed is not initialised"),
+        (config_with(method=CPRotateMethod.DISABLED), FakeGroup(), "cuda", True, "not enabled .method DISABLED"),
+        (config_with(method=CPRotateMethod.PREFILL_CP), FakeGroup(), "cuda", True, "not enabled .method PREFILL_CP"),
+        (config_with(), None, "cuda", True, "the group has no other rank"),
+        (config_with(), FakeGroup(1), "cuda", True, "the group has no other rank"),
+        (config_with(), FakeGroup(), "cpu", True, "the device is cpu, not CUDA"),
+        (config_with(), FakeGroup(backend="gloo"), "cuda", True, "backend for CUDA is gloo, not nccl"),
+        (config_with(), FakeGroup(backend=None), "cuda", True, "backend for CUDA is none, not nccl"),
+        (config_with(comm_buffer_size=0), FakeGroup(), "cuda", True, "comm_buffer_size is 0"),
+    ],
+)
+def test_user_buffers_name_the_check_that_failed(
+    config: ParallelismConfig,
+    group: FakeGroup | None,
+    device: str,
+    initialised: bool,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: initialised)
+    with caplog.at_level(logging.INFO):
+        assert comm.init_user_buffers_environment(config, group, device) is False  # type: ignore[arg-type]
+    assert len(caplog.records) == 1
+    with pytest.raises(RuntimeError, match=reason) as error:
+        comm.init_user_buffers_environment(config, group, device, strict=True)  # type: ignore[arg-type]
+    assert str(error.value).removeprefix("init_user_buffers_environment: ") in caplog.text
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_backend_that_cannot_register_is_no_crash(
+    everywhere: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither is one that only failed elsewhere: all ranks use registered memory, or none does."""
+    group = FakeGroup()
+
+    def register(*arguments: object) -> comm._RegisteredBuffer:
+        if everywhere:
+            raise OSError("no such transport")
+        return comm._RegisteredBuffer(torch.empty(16, dtype=torch.uint8))
+
+    def of_two_ranks(x: torch.Tensor, group: object) -> None:
+        x.mul_(1)  # the other rank adds its 0
+
+    zeros, tensor = torch.zeros, torch.tensor
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", of_two_ranks)
+    monkeypatch.setattr(comm._RegisteredBuffer, "register", register)
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device: zeros(*sizes))
+    monkeypatch.setattr(torch, "tensor", lambda data, dtype, device: tensor(data, dtype=dtype))
+    with caplog.at_level(logging.INFO):
+        assert comm.init_user_buffers_environment(config_with(), group, "cuda") is False  # type: ignore[arg-type]
+    assert ("OSError: no such transport" if everywhere else "another rank could not register") in caplog.text
+    assert group not in comm._registered_buffers
+
+
+def test_registered_memory_is_lent_to_one_gather_at_a_time() -> None:
+    group = comm.CpGroup(2, 1, "fake", FakeGroup())  # type: ignore[arg-type]
+    memory = torch.empty(64, dtype=torch.uint8)
+    comm._registered_buffers[group.process_group] = comm._RegisteredBuffer(memory)  # type: ignore[index]
+
+    def gather(block_bytes: int = 32, limit: int = 64) -> tuple[comm.BlockGather, bool]:
+        made = comm.BlockGather(group, block_bytes, torch.device("cpu"), limit)
+        return made, made.own.untyped_storage().data_ptr() == memory.data_ptr()
+
+    assert gather(48, 1000)[1] is False  # larger than the buffer
+    assert gather(32, 63)[1] is False  # larger than comm_buffer_size
+    first, registered = gather()
+    assert registered
+    assert first.own.data_ptr() == memory.data_ptr() + 32  # the block of rank 1, gathered in place
+    assert gather()[1] is False  # two gathers in flight
+    assert first.wait().data_ptr() == memory.data_ptr()
+    second, registered = gather(16)
+    assert registered
+    del second  # by an error: on all ranks, or the group is broken anyway
+    assert gather()[1] is False
+    comm.begin_forward(group)
+    assert gather()[1] is True
