@@ -154,7 +154,10 @@ class CacheStore:
         return CacheWriter(self, [key for key, _ in new], [page for _, page in new], slots)
 
     def poll(self) -> None:
-        """Make the pages visible whose copies have arrived; never waits. Every look-up does this first."""
+        """Make the pages visible whose copies have arrived; waits for none. Every look-up does this first.
+
+        The host reads each new page once, for its checksum.
+        """
         arrived = [writer for writer in self._unpublished if writer.has_arrived()]
         for writer in arrived:
             self._unpublished.remove(writer)

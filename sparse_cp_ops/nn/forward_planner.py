@@ -75,7 +75,7 @@ class ForwardPlanner:
         slices = not inputs.is_prefill and group.size > 1 and cp.decode_mode != "replicated"
         if may_split or slices:
             # Ahead of the checks of the lengths: what is wrong on one rank only is then an error on all of them.
-            require_agreement(self._digest(inputs), group, inputs.device)
+            require_agreement(self._digest(inputs, (max_requests, local_rows, total_tokens)), group, inputs.device)
         use_cp = may_split and cp.pays(*batch_work(inputs.new_lens, inputs.prefix_lens))
         head_mode = cp.decode_mode if slices else "full"
         split_rows = use_cp or head_mode == "batch_slice"
@@ -109,10 +109,10 @@ class ForwardPlanner:
             method=int(cp.method),
         )
 
-    def _digest(self, inputs: AttentionInputs) -> int:
+    def _digest(self, inputs: AttentionInputs, capacities: tuple[int | None, ...]) -> int:
         """64 bits of everything that the ranks have to agree on."""
         cp = self.parallelism_config.prefill_cp_config
-        digest = hashlib.blake2b(repr((inputs.is_prefill, cp, self.mla_config)).encode(), digest_size=8)
+        digest = hashlib.blake2b(repr((inputs.is_prefill, cp, self.mla_config, capacities)).encode(), digest_size=8)
         digest.update(inputs.new_lens.contiguous().numpy().data)
         digest.update(inputs.prefix_lens.contiguous().numpy().data)
         return int.from_bytes(digest.digest(), "little", signed=True)
