@@ -40,7 +40,7 @@ def build_cos_sin_cache(config: MlaConfig, device: torch.device | str | None = N
 def _cos_sin_table(config: MlaConfig) -> Tensor:
     frequencies, factor = rope_frequencies(config)
     positions = torch.arange(config.max_positions, dtype=torch.float32, device="cpu")
-    # fp32 angles, as the models compute them: fp64 angles differ by up to 1e-2 at position 160,000.
+    # fp32 angles, as the models compute them: an angle of 160,000 is rounded by up to 160,000 * 2^-24 = 0.01.
     angles = positions[:, None] * frequencies[None, :]
     return torch.cat([angles.cos() * factor, angles.sin() * factor], dim=-1)
 
