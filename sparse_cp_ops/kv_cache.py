@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Sequence
 
@@ -68,6 +69,19 @@ class PagedKvCache:
             self.indexer: list[Tensor | None] = [
                 pages(page_size * INDEX_RECORD_BYTES) if owner else None for owner in owners
             ]
+
+    def layer(self, layer_id: int) -> PagedKvCache:
+        """The pages of one layer as a cache of its own, which shares their memory.
+
+        :class:`~sparse_cp_ops.nn.MlaAttention` takes it in place of the whole cache. Layers that are compiled one by
+        one then share their graphs, because none of them picks its pages by number.
+        """
+        if not 0 <= layer_id < self.num_layers:
+            raise ValueError(f"PagedKvCache: layer_id: expected 0 to {self.num_layers - 1}, got {layer_id}")
+        alone = copy.copy(self)
+        alone.num_layers, alone.indexer_layers = 1, (self.indexer_layers[layer_id],)
+        alone.mla, alone.indexer = [self.mla[layer_id]], [self.indexer[layer_id]]
+        return alone
 
     @property
     def page_bytes(self) -> int:

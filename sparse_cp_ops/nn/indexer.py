@@ -48,7 +48,8 @@ class Indexer(nn.Module):
         q = self.wq_b(q_resid).unflatten(-1, (-1, self.mla_config.index_head_dim))
         k = self.k_norm(self.wk(hidden))
         # fp32 whatever the parameters are stored in: the weights decide between keys of close scores.
-        weights = F.linear(hidden.float(), self.weights_proj.weight.float())
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        weights = F.linear(hidden.to(wide), self.weights_proj.weight.to(wide)).float()
         return q, k, weights
 
     def apply_rope_and_rotate_q_k_cp(

@@ -1,0 +1,304 @@
+"""The whole attention layer: projections, indexer, paged cache, sparse attention, output projection."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparse_cp_ops import ops
+from sparse_cp_ops.config import ParallelismConfig
+from sparse_cp_ops.context_parallel.collectives import (
+    CpGroup,
+    all_gather_rows,
+    all_reduce_sum,
+    restore_rows,
+    rows_are_split,
+    take_local_rows,
+)
+from sparse_cp_ops.context_parallel.plan import CpPlan
+from sparse_cp_ops.kv_cache import PagedKvCache
+from sparse_cp_ops.nn import unquantised
+from sparse_cp_ops.nn.forward_planner import require_supported
+from sparse_cp_ops.nn.indexer import Indexer
+from sparse_cp_ops.nn.mla_config import ATTENTION_HEADS, MlaConfig
+from sparse_cp_ops.nn.rope import build_cos_sin_cache
+from sparse_cp_ops.nn.sparse_mla import SparseMlaImpl, require_current
+from sparse_cp_ops.nn.unquantised import RowView, UnquantisedKvCache
+
+
+class _Heads(NamedTuple):
+    """The attention heads that this rank computes, ``first .. last-1``, and as how many the kernel sees them."""
+
+    first: int
+    last: int
+    padded: int
+
+
+class MlaAttention(nn.Module):
+    """Multi-head latent attention with a lightning indexer, as in DeepSeek-V3.2 and GLM-5.
+
+    Parameters are named as in Hugging Face's ``DeepseekV32Attention`` and ``GlmMoeDsaAttention``, so their state dicts
+    load. Models of any floating dtype work; the kernels' inputs are rounded to bfloat16 once. Inference only.
+
+    Nothing of a forward is kept on the module. In the order of work: latent and indexer keys of the local rows are
+    packed into records and sent, the query heads are computed meanwhile, the records of all ranks are written to the
+    pages, then come top-k, attention and the output projection.
+    """
+
+    def __init__(
+        self,
+        mla_config: MlaConfig,
+        layer_id: int,
+        parallelism_config: ParallelismConfig | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Make the layer.
+
+        Args:
+            mla_config: the model.
+            layer_id: which layer's pages it reads and writes.
+            parallelism_config: how the ranks share the work; None = one rank.
+            group: the tensor-parallel ranks; None = this process alone.
+            device, dtype: of the parameters.
+
+        Raises:
+            ValueError: the layer does not exist, or the configuration is not supported.
+        """
+        super().__init__()
+        if parallelism_config is not None:
+            require_supported(parallelism_config)
+        self.mla_config = mla_config
+        self.layer_id = layer_id
+        self.group = CpGroup.of(group)
+        config, heads = mla_config, mla_config.num_heads
+
+        def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
+
+        def norm(width: int) -> nn.RMSNorm:
+            return nn.RMSNorm(width, eps=config.rms_norm_eps, device=device, dtype=dtype)
+
+        self.q_a_proj = linear(config.hidden_size, config.q_lora_rank, config.attention_bias)
+        self.q_a_layernorm = norm(config.q_lora_rank)
+        self.q_b_proj = linear(config.q_lora_rank, heads * config.qk_head_dim)
+        compressed = config.kv_lora_rank + config.qk_rope_head_dim
+        self.kv_a_proj_with_mqa = linear(config.hidden_size, compressed, config.attention_bias)
+        self.kv_a_layernorm = norm(config.kv_lora_rank)
+        self.kv_b_proj = linear(config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim))
+        self.o_proj = linear(heads * config.v_head_dim, config.hidden_size, config.attention_bias)
+        self.indexer = Indexer(config, device, dtype) if config.has_indexer(layer_id) else None
+        # No buffer: .to(dtype) would round it, and the layers of a model share it.
+        self.refresh_rope_table()
+
+    def refresh_rope_table(self) -> None:
+        """Take the RoPE table of the device where the parameters are now; ``to`` and ``cuda`` do it by themselves."""
+        self.cos_sin_cache = build_cos_sin_cache(self.mla_config, self.o_proj.weight.device)
+
+    def _apply(self, fn: object, recurse: bool = True) -> MlaAttention:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.refresh_rope_table()
+        return self
+
+    def forward(
+        self,
+        hidden: Tensor,
+        cache: PagedKvCache | UnquantisedKvCache,
+        impl: SparseMlaImpl,
+        plan: CpPlan,
+        prev_topk_indices: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of one layer for this rank's rows, which are written to the cache first.
+
+        Args:
+            hidden: [L, hidden_size], the rows of ``plan.token_ids``; in decode all rows, whatever the head mode.
+            cache: pages of the model, or of this layer alone (``cache.layer(layer_id)``), written in place; an
+                ``UnquantisedKvCache`` if ``quantise`` is False.
+            impl: from ``get_mla_impl``, shared by the layers of a model.
+            plan: what ``impl.prepare`` made for this forward.
+            prev_topk_indices: the picks of the last layer with an indexer, for layers without one.
+
+        Returns:
+            out [L, hidden_size] in the dtype of ``hidden``, and the picks int32 [L, index_topk]: positions in the row's
+            request, ascending, then -1. Pads attend to nothing.
+
+        Raises:
+            ValueError: a missing or stale plan, no picks for a layer without an indexer, or another kind of cache.
+            RuntimeError: gradients are enabled.
+        """
+        plan = require_current(plan)
+        self._require_inference()
+        if plan.head_mode == "batch_slice":
+            hidden = take_local_rows(hidden, plan)
+        latent, k_pe = self.kv_a_proj_with_mqa(hidden).split(
+            [self.mla_config.kv_lora_rank, self.mla_config.qk_rope_head_dim], dim=-1
+        )
+        latent = self.kv_a_layernorm(latent)
+        heads = self._heads_of(plan)
+        if self.mla_config.quantise:
+            if not isinstance(cache, PagedKvCache):
+                raise ValueError(f"cache: expected a PagedKvCache, got {type(cache).__name__}")
+            attended, picks = self._attend(hidden, latent, k_pe, heads, cache, impl, plan, prev_topk_indices)
+        else:
+            if not isinstance(cache, UnquantisedKvCache):
+                raise ValueError(f"cache: expected an UnquantisedKvCache (quantise=False), got {type(cache).__name__}")
+            attended, picks = self._attend_unquantised(hidden, latent, k_pe, heads, cache, plan, prev_topk_indices)
+        out = self._project(attended, heads, plan)
+        return (restore_rows(out, plan, self.group) if plan.head_mode == "batch_slice" else out), picks
+
+    def _attend(
+        self,
+        hidden: Tensor,
+        latent: Tensor,
+        k_pe: Tensor,
+        heads: _Heads,
+        cache: PagedKvCache,
+        impl: SparseMlaImpl,
+        plan: CpPlan,
+        prev_topk_indices: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """bf16 [L, heads.padded, 512] by the kernels, and the picks."""
+        config, positions = self.mla_config, plan.positions
+        # Under torch.compile a number that differs between layers would be a graph of its own for each of them.
+        layer_id = 0 if cache.num_layers == 1 else self.layer_id
+        records = impl.op.new_kv_records(plan, self.indexer is not None)
+        ops.pack_mla_kv(
+            latent.bfloat16(),
+            k_pe.bfloat16(),
+            positions,
+            self.cos_sin_cache,
+            records.mla,
+            interleaved=True,
+            scale_format=config.scale_format,
+        )
+        if self.indexer is None:
+            picks = self._require_picks(prev_topk_indices)
+            # Nothing but the latent is sent: the gather starts ahead of all query projections.
+            pending = impl.start_kv_write(records, plan)
+            q = self._absorbed_queries(self._query_latent(hidden), heads, positions, torch.bfloat16)
+            impl.finish_kv_write(pending, cache, layer_id, plan)
+        else:
+            assert records.index is not None
+            query_latent = self._query_latent(hidden)
+            index_q, index_k, weights = self.indexer.project(hidden, query_latent)
+            q_fp8, q_weights = self.indexer.quant_q_k_cp(
+                index_q.bfloat16(), index_k.bfloat16(), weights, positions, self.cos_sin_cache, records.index
+            )
+            pending = impl.start_kv_write(records, plan)
+            q = self._absorbed_queries(query_latent, heads, positions, torch.bfloat16)
+            impl.finish_kv_write(pending, cache, layer_id, plan)
+            picks = self.indexer._get_topk_ragged_cp(q_fp8, q_weights, cache, layer_id, plan)
+        attended, _ = impl.forward(q, cache, layer_id, picks, plan)
+        return attended, picks
+
+    def _attend_unquantised(
+        self,
+        hidden: Tensor,
+        latent: Tensor,
+        k_pe: Tensor,
+        heads: _Heads,
+        cache: UnquantisedKvCache,
+        plan: CpPlan,
+        prev_topk_indices: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """[L, heads.padded, 512] in the dtype of the model by plain PyTorch, and the picks."""
+        assert plan.block_table is not None
+        config, positions, table = self.mla_config, plan.positions, self.cos_sin_cache
+        rows = RowView(plan.req_ids, positions, plan.kv_lens, plan.block_table)
+        query_latent = self._query_latent(hidden)
+        rotated = unquantised.rotate(k_pe, positions, table, interleaved=True)
+        self._write_unquantised(torch.cat([latent.to(rotated.dtype), rotated], dim=-1), cache.mla[self.layer_id], plan)
+        if self.indexer is None:
+            picks = self._require_picks(prev_topk_indices)
+        else:
+            index_q, index_k, weights = self.indexer.project(hidden, query_latent)
+            index_q, index_k = self.indexer.apply_rope_and_rotate_q_k_cp(index_q, index_k, positions, table)
+            self._write_unquantised(index_k, cache.indexer[self.layer_id], plan)
+            picks = unquantised.select_topk(
+                index_q, weights * config.index_weight_scale, cache.indexer[self.layer_id], rows, config.index_topk
+            )
+        q = self._absorbed_queries(query_latent, heads, positions, query_latent.dtype)
+        return unquantised.attend(q, cache.mla[self.layer_id], picks, rows, config.softmax_scale), picks
+
+    def _write_unquantised(self, values: Tensor, pages: Tensor, plan: CpPlan) -> None:
+        assert plan.block_table is not None
+        gathered = all_gather_rows(values, self.group) if rows_are_split(plan) else values
+        unquantised.write_rows(gathered, plan.gathered_req_ids, plan.gathered_positions, plan.block_table, pages)
+
+    def _query_latent(self, hidden: Tensor) -> Tensor:
+        latent: Tensor = self.q_a_layernorm(self.q_a_proj(hidden))
+        return latent
+
+    def _absorbed_queries(self, query_latent: Tensor, heads: _Heads, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """``[q_nope @ W_kc | rope(q_pe)]`` [L, heads.padded, 576], built in one buffer; zeros in added heads."""
+        config, count = self.mla_config, heads.last - heads.first
+        weight = self.q_b_proj.weight.unflatten(0, (config.num_heads, config.qk_head_dim))[heads.first : heads.last]
+        q = F.linear(query_latent, weight.flatten(0, 1)).unflatten(-1, (count, config.qk_head_dim))
+        q_nope, q_pe = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+        buffer = torch.empty(q.shape[0], heads.padded, width, dtype=dtype, device=q.device)
+        buffer[:, count:].zero_()
+        absorbed, rope_part = buffer[:, :count].split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        w_kc = self._kv_b_heads(heads)[:, : config.qk_nope_head_dim]
+        _bmm_into(absorbed.transpose(0, 1), q_nope.transpose(0, 1), w_kc)
+        if config.quantise:
+            rope_part.copy_(q_pe)
+            ops.rope_(rope_part, positions, self.cos_sin_cache, interleaved=True)
+        else:
+            rope_part.copy_(unquantised.rotate(q_pe, positions, self.cos_sin_cache, interleaved=True))
+        return buffer
+
+    def _project(self, attended: Tensor, heads: _Heads, plan: CpPlan) -> Tensor:
+        """[L, heads.padded, 512] -> values -> [L, hidden_size], summed over the ranks if they share the heads."""
+        config, count = self.mla_config, heads.last - heads.first
+        w_vc = self._kv_b_heads(heads)[:, config.qk_nope_head_dim :]
+        latent = attended[:, :count].to(w_vc.dtype)
+        values = latent.new_empty(latent.shape[0], count, config.v_head_dim)
+        _bmm_into(values.transpose(0, 1), latent.transpose(0, 1), w_vc.transpose(1, 2))
+        weight = self.o_proj.weight[:, heads.first * config.v_head_dim : heads.last * config.v_head_dim]
+        out = F.linear(values.flatten(1), weight)
+        if plan.head_mode == "head_slice":
+            out = all_reduce_sum(out, self.group)
+        return out if self.o_proj.bias is None else out + self.o_proj.bias
+
+    def _kv_b_heads(self, heads: _Heads) -> Tensor:
+        """[heads, qk_nope_head_dim + v_head_dim, 512], a view of ``kv_b_proj.weight``: W_kc, then W_vc of each head."""
+        config = self.mla_config
+        rows = config.qk_nope_head_dim + config.v_head_dim
+        weight: Tensor = self.kv_b_proj.weight.unflatten(0, (config.num_heads, rows))
+        return weight[heads.first : heads.last]
+
+    def _heads_of(self, plan: CpPlan) -> _Heads:
+        count = self.mla_config.num_heads
+        first = 0
+        if plan.head_mode == "head_slice":
+            count //= self.group.size
+            first = self.group.rank * count
+        padded = next(supported for supported in ATTENTION_HEADS if supported >= count)
+        return _Heads(first, first + count, padded)
+
+    def _require_picks(self, prev_topk_indices: Tensor | None) -> Tensor:
+        if prev_topk_indices is None:
+            raise ValueError(
+                f"prev_topk_indices: expected the picks of the last layer with an indexer, as layer {self.layer_id} "
+                "has none, got None"
+            )
+        return prev_topk_indices
+
+    def _require_inference(self) -> None:
+        if torch.is_grad_enabled() and self.o_proj.weight.requires_grad:
+            raise RuntimeError("MlaAttention is for inference: call it under torch.no_grad() or torch.inference_mode()")
+
+
+def _bmm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """``out[...] = a @ b`` [n, rows, columns], written straight into the strided view where torch can."""
+    if torch.compiler.is_compiling() or out.dtype != a.dtype:
+        out.copy_(torch.bmm(a, b))
+    else:
+        torch.bmm(a, b, out=out)
