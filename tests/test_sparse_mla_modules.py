@@ -247,6 +247,8 @@ def test_stale_and_missing_plans_are_refused() -> None:
         call(current)
     with pytest.raises(ValueError, match="started with this plan"):
         impl.finish_kv_write(pending, cache, 0, dataclasses.replace(current))
+    with pytest.raises(ValueError, match="page_size 16 as in the plan, got 32"):
+        impl.finish_kv_write(pending, poisoned_cache(mla_config(page_size=32), 4), 0, current)
 
 
 def test_a_missing_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

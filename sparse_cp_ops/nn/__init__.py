@@ -1,5 +1,6 @@
 """Modules that put the ops into a model: the attention layer, its parts, and the paged cache."""
 
+from sparse_cp_ops.context_parallel import init_user_buffers_environment
 from sparse_cp_ops.kv_cache import PagedKvCache
 from sparse_cp_ops.nn.indexer import Indexer
 from sparse_cp_ops.nn.inputs import AttentionInputs
@@ -31,5 +32,6 @@ __all__ = [
     "YarnScaling",
     "build_cos_sin_cache",
     "get_mla_impl",
+    "init_user_buffers_environment",
     "mla_softmax_scale",
 ]

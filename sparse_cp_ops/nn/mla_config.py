@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sparse_cp_ops.kv_cache import PAGE_SIZES
+
 KV_LORA_RANK = 512
 ROPE_DIM = 64
 INDEX_HEAD_DIM = 128
 # Head counts of the attention kernels; MlaAttention pads other counts to the next one.
 ATTENTION_HEADS = (8, 16, 32, 64, 128)
-PAGE_SIZES = (16, 32, 64, 128)
 MAX_TOPK = 2048
 # Largest |value| of the encoded indexer queries. With 448 the half-precision sum over 128 products could overflow.
 Q_ABSMAX = {"fp32": 448.0, "f16": 0.875}

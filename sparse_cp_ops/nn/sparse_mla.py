@@ -131,10 +131,15 @@ class SparseMlaFp8CPOp(nn.Module):
             cache: the model's caches.
             layer_id: which layer's pages to write.
             plan: the forward's plan.
+
+        Raises:
+            ValueError: a missing or stale plan, a write of another forward, or a cache with another page size.
         """
         plan = require_current(plan)
         if pending.plan is not plan:
             raise ValueError("pending: expected a write that was started with this plan")
+        if cache.page_size != plan.page_size:
+            raise ValueError(f"cache: expected page_size {plan.page_size} as in the plan, got {cache.page_size}")
         records = pending.records
         mla, index = records.mla.unsqueeze(0), None if records.index is None else records.index.unsqueeze(0)
         if records.gather is not None:
