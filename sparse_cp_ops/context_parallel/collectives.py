@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# torch 2.13 has a new name and warns at the old one, 2.11 has only the old one, a build without distributed has none.
+_all_gather_single: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
+
 
 @dataclass(frozen=True)
 class CpGroup:
@@ -69,7 +72,7 @@ def all_gather_rows(x: Tensor, group: CpGroup) -> Tensor:
     if torch.compiler.is_compiling():
         return _wait_functional(torch.ops._c10d_functional.all_gather_into_tensor(x, group.size, group.name))
     gathered = x.new_empty(group.size * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(gathered, x, group=group.process_group)
+    _all_gather_single(gathered, x, group=group.process_group)
     return gathered
 
 
@@ -201,15 +204,15 @@ class BlockGather:
         arguments = (self._blocks.view(-1), self.own)
         process_group = self.group.process_group
         if not overlap:
-            dist.all_gather_into_tensor(*arguments, group=process_group)
+            _all_gather_single(*arguments, group=process_group)
         elif self.own.is_cuda:
             stream = _gather_stream(self.own.device)
             stream.wait_stream(torch.cuda.current_stream(self.own.device))
             with torch.cuda.stream(stream):
-                dist.all_gather_into_tensor(*arguments, group=process_group)
+                _all_gather_single(*arguments, group=process_group)
                 self._done = stream.record_event()
         else:
-            self._work = dist.all_gather_into_tensor(*arguments, group=process_group, async_op=True)
+            self._work = _all_gather_single(*arguments, group=process_group, async_op=True)
 
     def wait(self) -> Tensor:
         """uint8 [size, block_bytes], all blocks. On CUDA the current stream waits, not the host.
