@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,8 @@ from sparse_cp_ops.kv_cache import INDEX_RECORD_BYTES, MLA_RECORD_BYTES, PagedKv
 from sparse_cp_ops.nn.forward_planner import ForwardPlanner, require_supported, runs_context_parallel
 from sparse_cp_ops.nn.inputs import AttentionInputs
 from sparse_cp_ops.nn.mla_config import MlaConfig
+
+logger = logging.getLogger(__name__)
 
 
 def require_current(plan: CpPlan | None) -> CpPlan:
@@ -314,6 +317,8 @@ def get_mla_impl(
         ValueError: a method that is not implemented, a sharded cache, or a group that doesn't fit the configuration.
     """
     require_supported(parallelism_config)
+    if group is None and runs_context_parallel(parallelism_config):
+        logger.warning("context parallelism is configured, but group is None: this process computes all rows itself")
     use_cp = group is not None and SparseMlaCpImpl.support_parallelism_config(parallelism_config)
     return (SparseMlaCpImpl if use_cp else SparseMlaImpl)(mla_config, parallelism_config, group)
 
