@@ -31,6 +31,22 @@ void launch_portable_16(const SparseMlaParams& p, const KeySplit& split, int32_t
 void launch_portable_32(const SparseMlaParams& p, const KeySplit& split, int32_t device_index, cudaStream_t stream);
 void launch_portable_64(const SparseMlaParams& p, const KeySplit& split, int32_t device_index, cudaStream_t stream);
 
+// Records of a whole cache as 16-bit rows, ready for the tensor core (sm90_tile.cuh).
+struct Workspace {
+  uint8_t* rows;    // [num_pages * page_size, 1152]: 512 f16, 64 bf16
+  float4* factors;  // [num_pages * page_size]
+  int* mixed;       // not 0: some record has factors that differ
+};
+inline constexpr int64_t kWorkspaceRowBytes = kQkDim * 2;
+
+void fill_workspace(const SparseMlaParams& p, const Workspace& workspace, const DeviceArch& arch, cudaStream_t stream);
+
+// The Hopper kernel, 64 or 128 heads. Both forms give the same bits: keys from a workspace, or from the records.
+void launch_sm90(const SparseMlaParams& p, const KeySplit& split, const Workspace& workspace, const DeviceArch& arch,
+                 int32_t device_index, cudaStream_t stream);
+void launch_sm90_direct(const SparseMlaParams& p, const KeySplit& split, const DeviceArch& arch, int32_t device_index,
+                        cudaStream_t stream);
+
 void merge_parts(const SparseMlaParams& p, const KeySplit& split, cudaStream_t stream);
 
 }  // namespace sparse_cp_ops

@@ -64,6 +64,12 @@ __device__ __forceinline__ uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
   return reinterpret_cast<const uint32_t&>(product);
 }
 
+__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  const __nv_bfloat162 product =
+      __hmul2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));
+  return reinterpret_cast<const uint32_t&>(product);
+}
+
 __device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return reinterpret_cast<const uint32_t&>(pair);

@@ -12,6 +12,7 @@ namespace {
 
 // Fewer list entries in a part than this don't pay for the merge.
 constexpr int64_t kMinPartWidth = 128;
+constexpr int kSm90Heads = 64;  // of a block of the Hopper kernel
 
 // As many parts as fill the device once; one part, whatever the number of rows, for batch-invariant results.
 KeySplit choose_split(const SparseMlaParams& p, int64_t blocks_per_part, int64_t capacity) {
@@ -24,6 +25,13 @@ KeySplit choose_split(const SparseMlaParams& p, int64_t blocks_per_part, int64_t
   split.width = (steps + wanted - 1) / wanted * kIndexListMultiple;
   split.parts = (p.topk + split.width - 1) / split.width;
   return split;
+}
+
+// Whether to turn the whole cache into 16-bit rows first. A token costs about as much as four keys of 64 heads gain.
+bool workspace_pays(const SparseMlaParams& p) {
+  constexpr int64_t kMaxTokens = int64_t{1} << 19;  // 0.6 GB
+  const int64_t tokens = p.num_pages * p.page_size;
+  return tokens <= kMaxTokens && p.rows * p.topk * (p.heads / kSm90Heads) >= 4 * tokens;
 }
 
 void check_values(const SparseMlaParams& p, const Tensor& indices, const std::optional<Tensor>& block_table,
@@ -55,7 +63,8 @@ std::tuple<Tensor, Tensor> sparse_mla_fp8_cp(const Tensor& q, const Tensor& kv_c
   if (value_checks_possible(stream)) check_values(p, indices, block_table, req_ids, kv_lens);
 
   const DeviceArch& arch = device_arch(device_index);
-  const PortableTile tile = portable_tile(arch, p.heads);
+  const bool hopper = arch.kernels == KernelSet::kSm90 && p.heads >= kSm90Heads;
+  const PortableTile tile = hopper ? PortableTile{kSm90Heads, 1} : portable_tile(arch, p.heads);
   KeySplit split = choose_split(p, p.rows * ((p.heads + tile.heads - 1) / tile.heads),
                                 static_cast<int64_t>(arch.multiprocessors) * tile.blocks_per_sm);
   Tensor partial_out, partial_lse;
@@ -65,7 +74,20 @@ std::tuple<Tensor, Tensor> sparse_mla_fp8_cp(const Tensor& q, const Tensor& kv_c
     split.partial_out = static_cast<float*>(partial_out.data_ptr());
     split.partial_lse = static_cast<float*>(partial_lse.data_ptr());
   }
-  launch_portable(p, split, arch, device_index, stream);
+  if (!hopper) {
+    launch_portable(p, split, arch, device_index, stream);
+  } else if (workspace_pays(p)) {
+    const int64_t tokens = p.num_pages * p.page_size;
+    const Tensor rows = torch::stable::new_empty(kv_cache, {tokens, kWorkspaceRowBytes});
+    const Tensor factors = torch::stable::new_empty(q, {tokens, 4}, ScalarType::Float);
+    const Tensor mixed = torch::stable::new_empty(indices, {1});
+    const Workspace workspace{static_cast<uint8_t*>(rows.data_ptr()), static_cast<float4*>(factors.data_ptr()),
+                              static_cast<int*>(mixed.data_ptr())};
+    fill_workspace(p, workspace, arch, stream);
+    launch_sm90(p, split, workspace, arch, device_index, stream);
+  } else {
+    launch_sm90_direct(p, split, arch, device_index, stream);
+  }
   if (split.parts > 1) merge_parts(p, split, stream);
   return {call.out, call.lse};
 }

@@ -1,0 +1,145 @@
+// Hopper kernel: sizes, shared memory and work items that its roles share. The pipeline is drawn in docs/kernels.md.
+#pragma once
+
+#include <climits>
+
+#include "../device/mma_sync.cuh"
+#include "../device/sm90.cuh"
+#include "../device/wgmma.cuh"
+#include "kernels.h"
+#include "mla_record.cuh"
+#include "row_keys.cuh"
+
+namespace sparse_cp_ops {
+namespace sm90 {
+
+// Two consumer warpgroups and a producer. 216 + 216 + 72 registers are what a Hopper SM has for three warpgroups.
+inline constexpr int kWarpgroup = 128, kConsumers = 2 * kWarpgroup, kThreads = 3 * kWarpgroup;
+inline constexpr int kConsumerRegisters = 216, kProducerRegisters = 72;
+
+inline constexpr int kHeads = 64;      // of a block: rows of the query tile
+inline constexpr int kKeys = 64;       // of a step
+inline constexpr int kChunkDims = 64;  // 128 bytes: width of a swizzled tile
+inline constexpr int kLatentChunks = kLatentDim / kChunkDims, kChunks = kQkDim / kChunkDims;
+inline constexpr int kRopeChunk = kLatentChunks;
+inline constexpr uint32_t kChunkBytes = 64 * 128;
+inline constexpr uint32_t kTileBytes = kChunks * kChunkBytes;
+inline constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+// Shared memory, bytes from a base that is aligned to 1024.
+inline constexpr uint32_t kQueryOffset = 0;
+inline constexpr uint32_t kKeyOffset = kTileBytes;  // two steps' tiles; consumer w owns tile w
+// Weights of an owned step for the other consumer lie in the tile's RoPE chunk, which is dead by then. With scales that
+// are no powers of two they differ between the other's two scale tiles; the second set lies here.
+inline constexpr uint32_t kWeightsOffset = 3 * kTileBytes;
+inline constexpr uint32_t kFactorOffset = kWeightsOffset + kChunkBytes;  // float4 [2][64], see Workspace
+inline constexpr uint32_t kPeakOffset = kFactorOffset + 2 * kKeys * 16;  // float [64]
+inline constexpr uint32_t kScratchOffset = kPeakOffset + kHeads * 4;     // float [2][64]
+inline constexpr uint32_t kBarrierOffset = kScratchOffset + 2 * kHeads * 4;
+inline constexpr uint32_t kSharedBytes = kBarrierOffset + 128;
+static_assert(kSharedBytes <= 227 * 1024);
+
+struct Barriers {
+  uint32_t base;
+  __device__ uint32_t full(int tile) const { return base + 8 * tile; }          // producer: a step's keys are there
+  __device__ uint32_t empty(int tile) const { return base + 16 + 8 * tile; }    // both consumers are done with them
+  __device__ uint32_t weights(int tile) const { return base + 32 + 8 * tile; }  // its owner has written the weights
+  __device__ uint32_t item_full(int slot) const { return base + 48 + 8 * slot; }
+  __device__ uint32_t item_empty(int slot) const { return base + 64 + 8 * slot; }
+  __device__ uint32_t steps(int slot) const { return base + 80 + 4 * slot; }  // int: steps of an item
+  __device__ uint32_t scan(int warp) const { return base + 88 + 4 * warp; }   // int: scratch of the producer's warps
+};
+enum NamedBarrier { kConsumerBarrier = 1, kProducerBarrier = 2 };
+
+// Piece `piece` (16 bytes) of row `row` in a swizzled chunk.
+__device__ __forceinline__ uint32_t swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
+
+// What the four scales of a record turn into. Values: e4m3 * multiplier (two f16) in units of 2^E. Factors: what is
+// left of a scale beside the multiplier, 2^E * m, with the exponent E; never 0, so that 0 marks an unused entry.
+struct RecordScales {
+  uint32_t multipliers[kLatentTiles];
+  float4 factors;
+  uint32_t rope_multiplier;  // two bf16, 2^-E
+};
+
+__device__ __forceinline__ RecordScales record_scales(const float4& scales) {
+  const uint32_t bits[kLatentTiles] = {__float_as_uint(scales.x), __float_as_uint(scales.y), __float_as_uint(scales.z),
+                                       __float_as_uint(scales.w)};
+  int exponent = INT_MIN;
+#pragma unroll
+  for (uint32_t x : bits) {
+    const int field = x >> 23 & 0xff;
+    if (field != 0 && field != 255) exponent = max(exponent, max(field - 127, kMinRecordExponent));
+  }
+  if (exponent == INT_MIN) exponent = 0;
+  RecordScales result;
+  float factors[kLatentTiles];
+#pragma unroll
+  for (int t = 0; t < kLatentTiles; ++t) {
+    const int field = bits[t] >> 23 & 0xff;
+    const bool normal = field != 0 && field != 255;  // zero and subnormal scales count as 0, NaN and inf give NaN
+    result.multipliers[t] = normal ? latent_multiplier(field - 127 - exponent) : field == 0 ? 0 : 0x7e007e00u;
+    factors[t] = __uint_as_float((normal ? bits[t] & 0x007fffffu : 0) | static_cast<uint32_t>(exponent + 127) << 23);
+  }
+  result.factors = make_float4(factors[0], factors[1], factors[2], factors[3]);
+  const float inverse = exponent < 127 ? power_of_two(-exponent) : 0x1p-127f;
+  result.rope_multiplier = __byte_perm(__float_as_uint(inverse), 0, 0x3232);
+  return result;
+}
+
+__device__ __forceinline__ bool is_uniform(const float4& f) { return f.x == f.y && f.x == f.z && f.x == f.w; }
+
+__device__ __forceinline__ uint4 convert_latent(uint2 bytes, uint32_t multiplier) {
+  return make_uint4(e4m3x2_to_f16x2(bytes.x, false, multiplier), e4m3x2_to_f16x2(bytes.x, true, multiplier),
+                    e4m3x2_to_f16x2(bytes.y, false, multiplier), e4m3x2_to_f16x2(bytes.y, true, multiplier));
+}
+
+__device__ __forceinline__ uint4 convert_rope(uint4 x, uint32_t multiplier) {
+  return make_uint4(multiply_bf16x2(x.x, multiplier), multiply_bf16x2(x.y, multiplier),
+                    multiply_bf16x2(x.z, multiplier), multiply_bf16x2(x.w, multiplier));
+}
+
+// One row's share of a block: 64 heads over one part of the row's list.
+struct Item {
+  int64_t row, part;
+  int head0;
+  int64_t begin, end;
+};
+
+__device__ __forceinline__ Item work_item(const SparseMlaParams& p, const KeySplit& split, int64_t number) {
+  const int groups = static_cast<int>(p.heads / kHeads);
+  Item item;
+  item.head0 = static_cast<int>(number % groups) * kHeads;
+  item.part = number / groups % split.parts;
+  item.row = number / groups / split.parts;
+  item.begin = item.part * split.width;
+  item.end = min(item.begin + split.width, p.topk);
+  return item;
+}
+
+__device__ __forceinline__ float load_shared(uint32_t address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ float4 load_shared4(uint32_t address) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+
+__device__ __forceinline__ void store_shared4(uint32_t address, uint4 x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
+}  // namespace sm90
+}  // namespace sparse_cp_ops
