@@ -17,7 +17,8 @@ def states(parts: int, rows: int, heads: int, dim: int, dtype: torch.dtype) -> t
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("parts", "rows", "heads", "dim"), [(1, 3, 8, 512), (2, 7, 16, 512), (5, 9, 3, 65), (3, 0, 8, 512), (0, 2, 8, 64)]
+    ("parts", "rows", "heads", "dim"),
+    [(1, 3, 8, 512), (2, 7, 16, 512), (5, 9, 3, 65), (3, 0, 8, 512), (0, 2, 8, 64), (40, 3, 2, 64), (3, 5, 2, 72)],
 )
 def test_matches_reference(device: str, dtype: torch.dtype, parts: int, rows: int, heads: int, dim: int) -> None:
     outs, lses = states(parts, rows, heads, dim, dtype)
@@ -27,6 +28,18 @@ def test_matches_reference(device: str, dtype: torch.dtype, parts: int, rows: in
     rtol = 2**-7 if dtype == torch.bfloat16 else 2e-6
     torch.testing.assert_close(out.cpu(), expected_out, rtol=rtol, atol=2e-6)
     torch.testing.assert_close(lse.cpu(), expected_lse, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unaligned_memory(device: str, dtype: torch.dtype) -> None:
+    """Contiguous, but not at an address that whole vectors can be loaded from."""
+    outs, lses = states(3, 4, 2, 64, dtype)
+    shifted = torch.empty(outs.numel() + 1, dtype=dtype, device=device)[1:].view(outs.shape)
+    shifted.copy_(outs)
+    out, lse = ops.merge_attention_states(shifted, lses.to(device))
+    aligned_out, aligned_lse = ops.merge_attention_states(outs.to(device), lses.to(device))
+    assert torch.equal(out, aligned_out)
+    assert torch.equal(lse, aligned_lse)
 
 
 def test_empty_and_nan_states(device: str) -> None:

@@ -1,13 +1,10 @@
 // SPARSE_CP_OPS_CHECK=1 on CUDA: the host reads copies of the arguments whose values are checked.
 #pragma once
 
-#include <torch/csrc/stable/device.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <atomic>
 #include <cstdio>
 
-#include "../tensor_checks.h"
+#include "../value_checks.h"
 #include "launch.h"
 
 namespace sparse_cp_ops {
@@ -22,11 +19,6 @@ inline bool value_checks_possible(cudaStream_t stream) {
   if (!warned.exchange(true))
     std::fprintf(stderr, "sparse_cp_ops: SPARSE_CP_OPS_CHECK is left out inside a CUDA graph capture\n");
   return false;
-}
-
-// A contiguous copy in host memory; waits for the device.
-inline Tensor host_copy(const Tensor& t) {
-  return torch::stable::to(torch::stable::contiguous(t), torch::stable::Device(torch::headeronly::DeviceType::CPU));
 }
 
 }  // namespace sparse_cp_ops

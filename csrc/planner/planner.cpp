@@ -4,6 +4,8 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "../plan_limits.h"
+
 namespace sparse_cp_ops {
 namespace {
 
@@ -33,8 +35,8 @@ void check_request(int64_t request, int64_t prefix_len, int64_t new_len, const P
 }  // namespace
 
 void check_plan_arguments(const PlanArguments& a) {
-  // int32 bounds 2 * cp_size * rows far below int64 overflow.
-  if (a.cp_size < 1 || a.cp_size > kInt32Max) fail("cp_size: expected an int32 >= 1, got ", a.cp_size);
+  if (a.cp_size < 1 || a.cp_size > kMaxCpSize)
+    fail("cp_size: expected a size in [1, ", kMaxCpSize, "], got ", a.cp_size);
   if (a.cp_rank < 0 || a.cp_rank >= a.cp_size)
     fail("cp_rank: expected a rank in [0, ", a.cp_size, "), got ", a.cp_rank);
   if (a.split != "zigzag" && a.split != "interleave")

@@ -1,5 +1,6 @@
 """The plan of one forward: which rows this rank computes, where they go, and what the forward decided beforehand."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -209,6 +210,8 @@ def batch_work(new_lens: Lengths, prefix_lens: Lengths) -> tuple[int, int]:
 
 _FIXED = ("cp_rank", "cp_size", "split", "page_size", "is_prefill", "use_cp", "head_mode", "method")
 _INT32 = np.iinfo(np.int32)
+_PINNED_ROWS = 512  # one block of 4 KB for every batch up to this size
+_PINNED_BLOCKS = 64  # plans whose copies may be under way; a serving loop has two or three
 
 
 def _lengths(name: str, value: Lengths) -> NDArray[np.int32]:
@@ -220,7 +223,7 @@ def _lengths(name: str, value: Lengths) -> NDArray[np.int32]:
             raise ValueError(f"{name}: expected device cpu (the plan reads it on the host), got {value.device}")
         if value.dtype != torch.int32:
             raise ValueError(f"{name}: expected dtype int32, got {str(value.dtype).removeprefix('torch.')}")
-        return value.detach().numpy()
+        return value.numpy()
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name}: expected an int32 CPU tensor or a sequence of ints, got {type(value).__name__}")
     for i, length in enumerate(value):
@@ -260,12 +263,25 @@ def _fit(name: str, needed: int, capacity: int | None) -> int:
     return capacity
 
 
-def _request_table(new: NDArray[np.int32], prefix: NDArray[np.int32], rows: int, device: torch.device) -> Tensor:
-    """[rows, 2] on the device by one copy that does not wait.
+@functools.cache
+def _reserve_pinned_memory() -> None:
+    """Fill torch's pool of pinned memory once: a block from the driver can wait until the device is idle."""
+    blocks = [_pinned_table(0) for _ in range(_PINNED_BLOCKS)]
+    del blocks
 
-    The pinned source comes from torch's host allocator, which gives it out again only after the copy has run.
-    """
-    on_host = torch.empty((rows, 2), dtype=torch.int32, pin_memory=device.type == "cuda")
+
+def _pinned_table(rows: int) -> Tensor:
+    """[rows, 2] from the pool, which gives memory out again only when the copies from it have run."""
+    return torch.empty((max(rows, _PINNED_ROWS), 2), dtype=torch.int32, pin_memory=True)[:rows]
+
+
+def _request_table(new: NDArray[np.int32], prefix: NDArray[np.int32], rows: int, device: torch.device) -> Tensor:
+    """[rows, 2] on the device by one copy that does not wait."""
+    if device.type == "cuda":
+        _reserve_pinned_memory()
+        on_host = _pinned_table(rows)
+    else:
+        on_host = torch.empty((rows, 2), dtype=torch.int32)
     _config.fill_request_table(new, prefix, on_host.numpy())
     return on_host.to(device, non_blocking=True)
 
