@@ -2,9 +2,8 @@
 //
 // Queries and keys are decoded to words of 32 bits, step by step of the dot product: a word is one fp32 value (128
 // steps) or, with AVX512-BF16, a pair of bf16 values (64 steps); e4m3 is exact in both, products are exact in fp32. A
-// tile of kKeyTile decoded keys is scored against all rows of the same request in a block of rows. The sums of one
-// score run over steps, then heads, in the same order wherever its key lies in a tile and whichever rows share the
-// block.
+// tile of kKeyTile decoded keys is scored against all rows of its request in a block of rows. The sums of a score run
+// over steps, then heads, in one order: wherever its key lies in a tile, whichever rows share the block.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -19,9 +18,8 @@
 namespace sparse_cp_ops {
 
 inline constexpr int64_t kKeyTile = 64;
-inline constexpr int64_t kKeyGroup = 16;  // keys decoded at once: the smallest page
-inline constexpr int64_t kMaxRowBlock =
-    16;  // rows that share a decoded key tile: decoding is then 8 % of the time with 16 heads
+inline constexpr int64_t kKeyGroup = 16;     // keys decoded at once: the smallest page
+inline constexpr int64_t kMaxRowBlock = 16;  // rows that share a decoded tile: with 16 heads, 8 % of the time decodes
 
 // The kernel of one instruction level.
 struct IndexerKernel {
@@ -30,8 +28,7 @@ struct IndexerKernel {
   void (*decode_query)(const uint8_t* q8, int64_t heads, uint32_t* words);
   // k8 [kKeyGroup, 128] -> a column of the key tile: words [steps, kKeyTile] from a multiple of kKeyGroup on
   void (*decode_keys)(const uint8_t* k8, uint32_t* words);
-  // scores [kKeyTile]: the first `keys` become scales[j] * sum_h weights[h] * relu(query[h] . key[j]), the rest
-  // anything
+  // scores [kKeyTile]: for the first `keys` scales[j] * sum_h weights[h] * relu(query[h] . key[j]), else anything
   void (*score_tile)(const uint32_t* query, const float* weights, int64_t heads, const uint32_t* key_tile,
                      const float* scales, int64_t keys, float* scores);
   // Adds the keys above the list's threshold; it has room for kKeyTile more.

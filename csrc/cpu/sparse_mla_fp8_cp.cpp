@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "e4m3_tables.h"
 #include "isa.h"
 #include "numeric.h"
 #if SCO_HAS_X86_LEVELS
