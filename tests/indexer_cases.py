@@ -56,23 +56,45 @@ def random_case(
     )
 
 
-def case_with_scores(scores: Tensor, page_size: int = 64, lengths: list[int] | None = None) -> IndexerCase:
-    """One request whose key j scores ``scores[j]`` (positive and finite, or 0) in every row, bit for bit.
+FLOAT_MAX = torch.finfo(torch.float32).max
+# Head h of the query picks dimension h of a key, with this weight. The dot product is then 1 and the key's scale
+# decides the score: its size for weights 1 and -1, -0.0 by underflow, infinities by overflow.
+HEAD_WEIGHTS = torch.tensor([1, -1, -(2.0**-10), 4, -4, 0, 0, 0])
 
-    Query and keys are one-hot, so the dot product is 1; the key's scale is the score.
+
+def case_with_scores(scores: Tensor, page_size: int = 64, lengths: list[int] | None = None) -> IndexerCase:
+    """One request whose key j scores float32 ``scores[j]`` in every row, bit for bit: any number, infinity or NaN.
+
+    Rows see ``lengths`` keys, one row of all keys by default.
     """
-    lengths = [len(scores)] if lengths is None else lengths
-    case = random_case([(0, length) for length in lengths], heads=8, page_size=page_size)
-    one = torch.tensor(1.0).to(torch.float8_e4m3fn).view(torch.uint8)
-    case.q_fp8.zero_()
-    case.q_fp8[:, 0, 0] = one
-    case.q_weights.zero_()
-    case.q_weights[:, 0] = 1
-    table = random_block_table([len(scores)], page_size)
-    cache = torch.zeros(num_pages([len(scores)], page_size), page_size * (INDEX_DIM + 4), dtype=torch.uint8)
-    cache[:, : page_size * INDEX_DIM : INDEX_DIM] = one
-    slots = slots_of(table, 0, len(scores), page_size)
-    scales = torch.zeros(cache.shape[0] * page_size)
-    scales[slots] = scores.float()
-    cache[:, page_size * INDEX_DIM :] = scales.view(torch.uint8).view(cache.shape[0], -1)
-    return replace(case, indexer_cache=cache, block_table=table)
+    count = len(scores)
+    lengths = [count] if lengths is None else lengths
+    negative_zero = (scores == 0) & scores.signbit()
+    kind = torch.where(scores < 0, 1, 0)
+    kind[negative_zero], kind[scores == torch.inf], kind[scores == -torch.inf] = 2, 3, 4
+    scales = scores.abs()
+    scales[negative_zero], scales[scores.isinf()], scales[scores.isnan()] = 2.0**-149, FLOAT_MAX, 1
+    one = torch.ones(()).to(torch.float8_e4m3fn).view(torch.uint8)
+    keys = torch.zeros(count, INDEX_DIM, dtype=torch.uint8)
+    keys[torch.arange(count), kind] = one
+    keys[scores.isnan()] = 0x7F
+
+    queries = torch.zeros(len(lengths), 8, INDEX_DIM, dtype=torch.uint8)
+    queries[:, torch.arange(8), torch.arange(8)] = one
+    table, pages = random_block_table([count], page_size), num_pages([count], page_size)
+    slots = slots_of(table, 0, count, page_size)
+    cache = torch.zeros(pages, page_size * (INDEX_DIM + 4), dtype=torch.uint8)
+    values = torch.zeros(pages * page_size, INDEX_DIM, dtype=torch.uint8)
+    values[slots] = keys
+    all_scales = torch.zeros(pages * page_size)
+    all_scales[slots] = scales
+    cache[:, : page_size * INDEX_DIM] = values.view(pages, -1)
+    cache[:, page_size * INDEX_DIM :] = all_scales.view(pages, -1).view(torch.uint8)
+    return IndexerCase(
+        queries,
+        HEAD_WEIGHTS.repeat(len(lengths), 1),
+        cache,
+        table,
+        torch.zeros(len(lengths), dtype=torch.int32),
+        torch.tensor(lengths, dtype=torch.int32),
+    )
