@@ -112,6 +112,22 @@ def test_empty(device: str, direction: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(layer.targets(direction), expected, strict=True))
 
 
+def test_pages_beyond_2_gib(device: str) -> None:
+    """The last page of 52,000 starts 2.03 GiB into its tensor; untouched zero pages cost no memory on the CPU."""
+    count = 52_000
+    store = torch.zeros(count, 64, 656, dtype=torch.uint8, device=device)
+    layer = Layer(device, indexer=False)
+    pages = torch.tensor([3, 7], dtype=torch.int32, device=device)
+    slots = torch.tensor([count - 1, 17], device=device)
+    ops.write_cache_store(layer.mla_cache, None, pages, slots, store, None)
+    assert torch.equal(store[count - 1], layer.mla_cache[3])
+    assert torch.equal(store[17], layer.mla_cache[7])
+    before = layer.mla_cache.clone()
+    ops.read_cache_store(store, None, slots, pages.flip(0).contiguous(), layer.mla_cache, None)
+    assert torch.equal(layer.mla_cache[7], before[3])
+    assert torch.equal(layer.mla_cache[3], before[7])
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_value_checks(device: str, direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSE_CP_OPS_CHECK", "1")
