@@ -1,0 +1,104 @@
+"""Inputs of sparse_mla_fp8_cp and its error bounds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from builders import num_pages, random_block_table, random_mla_cache, slots_of
+from torch import Tensor
+
+SCALE = 576**-0.5
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """The six tensors of the op, in the order of its signature."""
+
+    q: Tensor
+    kv_cache: Tensor
+    indices: Tensor
+    block_table: Tensor | None
+    req_ids: Tensor | None
+    kv_lens: Tensor | None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    def to(self, device: str) -> "AttentionCase":
+        return AttentionCase(*(None if t is None else t.to(device) for t in self.tensors))
+
+    def rows(self, index: Tensor | slice | list[int]) -> "AttentionCase":
+        """The same cache and requests, other query rows."""
+        assert self.req_ids is not None
+        assert self.kv_lens is not None
+        return replace(
+            self,
+            q=self.q[index],
+            indices=self.indices[index],
+            req_ids=self.req_ids[index],
+            kv_lens=self.kv_lens[index],
+        )
+
+    def with_slots(self) -> "AttentionCase":
+        """The same attention with physical slots; entries that are not used become -1."""
+        assert self.block_table is not None
+        assert self.req_ids is not None
+        assert self.kv_lens is not None
+        page_size = self.kv_cache.shape[1]
+        slots = torch.full_like(self.indices, -1)
+        for row, (request, length) in enumerate(zip(self.req_ids.tolist(), self.kv_lens.tolist(), strict=True)):
+            used = (self.indices[row] >= 0) & (self.indices[row] < length)
+            if 0 <= request < self.block_table.shape[0]:
+                of_position = slots_of(self.block_table, request, length, page_size)
+                slots[row, used] = of_position[self.indices[row, used].long()].int()
+        return AttentionCase(self.q, self.kv_cache, slots, None, None, None)
+
+
+def index_list(length: int, count: int, width: int) -> Tensor:
+    """int32 [width]: ``count`` different positions below ``length`` among holes, in random order."""
+    entries = torch.full((width,), -1, dtype=torch.int32)
+    entries[torch.randperm(width)[:count]] = torch.randperm(length)[:count].int()
+    return entries
+
+
+def random_case(
+    rows: Sequence[tuple[int, int, int]],
+    heads: int = 8,
+    width: int = 128,
+    page_size: int = 64,
+    scale_kind: str = "fp32",
+) -> AttentionCase:
+    """``rows`` lists (req_id, kv_len, listed keys); req_id -1 is a pad."""
+    requests = max([request for request, _, _ in rows], default=-1) + 1
+    longest = [max([length for r, length, _ in rows if r == request], default=0) for request in range(requests)]
+    lists = [index_list(length, count, width) for _, length, count in rows]
+    return AttentionCase(
+        torch.randn(len(rows), heads, 576).bfloat16(),
+        random_mla_cache(num_pages(longest, page_size), page_size, scale_kind),
+        torch.stack(lists) if lists else torch.empty(0, width, dtype=torch.int32),
+        random_block_table(longest, page_size),
+        torch.tensor([request for request, _, _ in rows], dtype=torch.int32),
+        torch.tensor([length for _, length, _ in rows], dtype=torch.int32),
+    )
+
+
+def assert_within_bounds(out: Tensor, lse: Tensor, exact_out: Tensor, exact_lse: Tensor) -> None:
+    """The error bounds of docs/semantics.md against fp64 over the dequantised cache."""
+    assert out.dtype == torch.bfloat16
+    assert lse.dtype == torch.float32
+    out, lse = out.cpu().double(), lse.cpu().double()
+    empty = exact_lse.isneginf()
+    assert torch.equal(lse.isneginf(), empty)
+    assert (out[empty] == 0).all()
+    torch.testing.assert_close(out, exact_out, rtol=2.01 / 128, atol=1e-3)
+    torch.testing.assert_close(lse[~empty], exact_lse[~empty], rtol=8.01 / 65536, atol=1e-5)
+    norms = (out.square().sum() + exact_out.square().sum()).item()
+    if norms:
+        assert 1 - 2 * (out * exact_out).sum().item() / norms <= 5e-6
+
+
+def assert_same_bits(mine: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> None:
+    """Equal as bytes: NaN equals NaN, 0 differs from -0."""
+    assert torch.equal(mine[0].view(torch.int16), theirs[0].view(torch.int16))
+    assert torch.equal(mine[1].view(torch.int32), theirs[1].view(torch.int32))
