@@ -20,7 +20,7 @@ inline constexpr int64_t kRowUnits = kUnitValues == 2 ? kLatentUnits + kRopeUnit
 
 constexpr int64_t padded(int64_t heads) { return (heads + kWidth - 1) / kWidth * kWidth; }
 
-// Working memory of a thread. Everything is [..][padded heads] with the heads in groups of kWidth lanes.
+// Working memory of a thread, zero at first. Lanes beyond the heads are never written and never read back.
 struct Scratch {
   float* values;   // [kPanels][kPanelStride], a panel is [kBlock][kPanel]: e4m3 / kValueUnit
   Unit* rows;      // [kBlock][kRowUnits]
@@ -69,8 +69,6 @@ inline void load_query(const SparseMlaParams& p, int64_t row, int64_t head_begin
 #endif
     }
   }
-  for (int64_t unit = 0; unit < kLatentUnits + kRopeUnits; ++unit)
-    for (int64_t lane = heads; lane < lanes; ++lane) query[unit * lanes + lane] = 0;
 }
 
 inline void load_block(const SparseMlaParams& p, const int64_t* offsets, int64_t count, int64_t list_left,
