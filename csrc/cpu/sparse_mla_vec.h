@@ -148,8 +148,15 @@ SCO_INLINE bool unpack_tile(const uint8_t* source, float* panels, int64_t panel_
 
 inline constexpr float kValueUnit = 1.0f;
 
+inline std::array<float, 256> make_value_table() {
+  std::array<float, 256> values;
+  for (int i = 0; i < 256; ++i) values[i] = e4m3_to_float(static_cast<uint8_t>(i));
+  return values;
+}
+inline const std::array<float, 256> kValues = make_value_table();
+
 SCO_INLINE bool unpack_tile(const uint8_t* source, float* panels, int64_t panel_stride, Unit*) {
-  for (int64_t d = 0; d < kScaleTile; ++d) panels[d / kPanel * panel_stride + d % kPanel] = e4m3_to_float(source[d]);
+  for (int64_t d = 0; d < kScaleTile; ++d) panels[d / kPanel * panel_stride + d % kPanel] = kValues[source[d]];
   return false;
 }
 
