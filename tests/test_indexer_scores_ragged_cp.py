@@ -117,7 +117,9 @@ def test_keys_without_a_page_are_nan(device: str, page_size: int) -> None:
     columns = torch.tensor([0, 1, 2, case.block_table.shape[1] - 1])
     table = case.block_table.clone()
     table[0, columns] = bad_ids
-    scores = scores_of(replace(case, block_table=table), 500, device)
+    behind = torch.cat([case.indexer_cache, random_indexer_cache(2, page_size)]).to(device)  # valid pages, not ours
+    on_device = replace(case.to(device), block_table=table.to(device), indexer_cache=behind[:pages])
+    scores = ops.indexer_scores_ragged_cp(*on_device.tensors, 500).cpu()
     missing = torch.isin(torch.arange(500) // page_size, columns)
     assert scores[0, missing].isnan().all()
     assert same_bits(scores[0, ~missing], whole[0, ~missing])
