@@ -18,7 +18,10 @@ __device__ __forceinline__ uint64_t swizzled_tile(uint32_t address, uint32_t pit
 }
 
 // Advances a descriptor; `bytes` stays within the tile's swizzle pattern (K major: along the row; else whole 1024s).
-__device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+__device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes) {
+  return (descriptor & 0xffffffff00000000u) |
+         (static_cast<uint32_t>(descriptor) + (bytes >> 4));  // the upper half is constant
+}
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

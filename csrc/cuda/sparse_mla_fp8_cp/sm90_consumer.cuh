@@ -24,6 +24,7 @@ struct Consumer {
   uint32_t base;
   Barriers barriers;
   int w, warp, lane, row;
+  uint32_t own_parity, other_parity;  // of the barriers of the two tiles
 
   __device__ uint32_t tile(int owner) const { return base + kKeyOffset + owner * kTileBytes; }
   __device__ uint32_t factors(int key) const { return base + kFactorOffset + (w * kKeys + key) * 16; }
@@ -94,41 +95,58 @@ __device__ __forceinline__ void load_queries(const SparseMlaParams& p, const Ite
   named_barrier(kConsumerBarrier, kConsumers);  // the peaks' memory is free again
 }
 
-// Starts s (+)= q . k over chunks [first, last).
-__device__ __forceinline__ void start_scores(const Consumer& c, float (&s)[32], int first, int last) {
-  const uint64_t q = swizzled_tile(c.base + kQueryOffset), k = swizzled_tile(c.tile(c.w));
+// Starts s += q . k over one chunk of the own tile.
+__device__ __forceinline__ void start_chunk(const Consumer& c, float (&s)[32], int chunk, bool rope, bool add) {
+  const uint64_t q = swizzled_tile(c.base + kQueryOffset + chunk * kChunkBytes);
+  const uint64_t k = swizzled_tile(c.tile(c.w) + chunk * kChunkBytes);
 #pragma unroll
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    if (chunk < first || chunk >= last) continue;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t offset = chunk * kChunkBytes + i * 32;
-      if (chunk == kRopeChunk) wgmma_n64_bf16(s, advance(q, offset), advance(k, offset), true);
-      else wgmma_n64_f16(s, advance(q, offset), advance(k, offset), chunk + i != 0);
-    }
+  for (int i = 0; i < 4; ++i) {
+    if (rope) wgmma_n64_bf16(s, advance(q, i * 32), advance(k, i * 32), true);
+    else wgmma_n64_f16(s, advance(q, i * 32), advance(k, i * 32), add || i != 0);
   }
+}
+
+__device__ __forceinline__ void wait_part(const Consumer& c, int part) {
+  mbarrier_wait(c.barriers.full(c.w, part), c.own_parity);
+  fence_async_proxy();
+}
+
+// Starts the scores of the own tile, its own half first: it arrives first.
+__device__ __forceinline__ void start_scores(const Consumer& c, float (&s)[32]) {
+  wait_part(c, 0);
+  wgmma_fence();
+#pragma unroll
+  for (int j = 0; j < kLatentChunks / 2; ++j) start_chunk(c, s, c.w * (kLatentChunks / 2) + j, false, j != 0);
+  wait_part(c, 1);
+#pragma unroll
+  for (int j = 0; j < kLatentChunks / 2; ++j) start_chunk(c, s, (c.w ^ 1) * (kLatentChunks / 2) + j, false, true);
+  start_chunk(c, s, kRopeChunk, true, true);
+  wgmma_commit();
 }
 
 // The same with factors that differ between the scale tiles: behind each the sum turns into the next one's unit.
 __device__ __forceinline__ void scaled_scores(const Consumer& c, float (&s)[32]) {
 #pragma unroll
-  for (int t = 0; t < kLatentTiles; ++t) {
+  for (int j = 0; j < kLatentTiles; ++j) {
+    const int t = j ^ (2 * c.w);
+    if (j % 2 == 0) wait_part(c, j / 2);
     wgmma_fence();
-    start_scores(c, s, 2 * t, 2 * t + 2);
+    start_chunk(c, s, 2 * t, false, j != 0);
+    start_chunk(c, s, 2 * t + 1, false, true);
     wgmma_commit();
     wgmma_wait<0>();
     pin(s);
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const float4 f = load_shared4(c.factors(j / 2 * 8 + c.lane % 4 * 2 + j % 2));
-      const float next = t + 1 < kLatentTiles ? element(f, (t + 1) % 4) : unit_of(f);
+    for (int k = 0; k < 16; ++k) {
+      const float4 f = load_shared4(c.factors(k / 2 * 8 + c.lane % 4 * 2 + k % 2));
+      const float next = j + 1 < kLatentTiles ? element(f, (j + 1) % 4 ^ (2 * c.w)) : unit_of(f);
       const float ratio = next == 0.0f ? 0.0f : element(f, t) / next;
-      s[j / 2 * 4 + j % 2] *= ratio;
-      s[j / 2 * 4 + j % 2 + 2] *= ratio;
+      s[k / 2 * 4 + k % 2] *= ratio;
+      s[k / 2 * 4 + k % 2 + 2] *= ratio;
     }
   }
   wgmma_fence();
-  start_scores(c, s, kRopeChunk, kChunks);
+  start_chunk(c, s, kRopeChunk, true, true);
   wgmma_commit();
   wgmma_wait<0>();
 }
@@ -157,9 +175,9 @@ __device__ __forceinline__ const uint32_t (&fragment(const uint32_t (&packed)[16
 
 // Starts the addition of a step that the other consumer owns.
 template <bool kUniform>
-__device__ __forceinline__ void start_other_step(Consumer& c, int step) {
+__device__ __forceinline__ void start_other_step(Consumer& c) {
   const int owner = c.w ^ 1;
-  mbarrier_wait(c.barriers.weights(owner), step >> 1 & 1);
+  mbarrier_wait(c.barriers.weights(owner), c.other_parity);
   fence_async_proxy();
   const uint32_t scratch = c.base + kScratchOffset + owner * kHeads * 4 + c.row * 4;
   const float factor[2] = {load_shared(scratch), load_shared(scratch + 32)};
@@ -183,22 +201,31 @@ __device__ __forceinline__ void start_other_step(Consumer& c, int step) {
   wgmma_commit();
 }
 
-__device__ __forceinline__ void release(const Consumer& c, int owner) {
+// Ends the addition of the other consumer's step, if there was one; the wait is for all, or ptxas serialises.
+__device__ __forceinline__ void finish_other_step(Consumer& c, bool started) {
+  wgmma_wait<0>();
+  pin(c.o[0]);
+  pin(c.o[1]);
+  if (!started) return;
+  c.other_parity ^= 1;
   __syncwarp();
-  if (c.lane == 0) mbarrier_arrive(c.barriers.empty(owner));
+  if (c.lane == 0) mbarrier_arrive(c.barriers.empty(c.w ^ 1, 1));
 }
 
-// s: sums -> weights. Moves the peaks if necessary and returns the factors that this means for earlier results.
+// 2^E of column j of this thread, 0 if it is unused.
 template <bool kUniform>
-__device__ __forceinline__ void softmax(Consumer& c, float (&s)[32], float (&factor)[2]) {
+__device__ __forceinline__ float unit(const Consumer& c, int j) {
+  const uint32_t address = c.factors(j / 2 * 8 + c.lane % 4 * 2 + j % 2);
+  return kUniform ? load_shared(address) : unit_of(load_shared4(address));
+}
+
+// s: sums -> logits + exponents. Moves the peaks if necessary; `factor` is what this means for earlier results.
+template <bool kUniform>
+__device__ __forceinline__ void find_logits(Consumer& c, float (&s)[32], float (&factor)[2]) {
   float peak[2] = {-INFINITY, -INFINITY};
-  auto unit = [&](int j) {  // 2^E of this thread's column j, 0 if it is unused
-    const uint32_t address = c.factors(j / 2 * 8 + c.lane % 4 * 2 + j % 2);
-    return kUniform ? load_shared(address) : unit_of(load_shared4(address));
-  };
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
-    const float u = unit(j);
+    const float u = unit<kUniform>(c, j);
     const float exponent = static_cast<float>(static_cast<int>(__float_as_uint(u) >> 23) - 127);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -207,7 +234,6 @@ __device__ __forceinline__ void softmax(Consumer& c, float (&s)[32], float (&fac
       peak[i] = fmaxf(peak[i], x);
     }
   }
-  float shift[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     peak[i] = fmaxf(peak[i], __shfl_xor_sync(~0u, peak[i], 1));
@@ -215,12 +241,18 @@ __device__ __forceinline__ void softmax(Consumer& c, float (&s)[32], float (&fac
     const bool moves = peak[i] > c.peak[i] + kSlack;  // from -inf at once
     factor[i] = moves ? fast_exp2(c.peak[i] - peak[i]) : 1.0f;
     if (moves) c.peak[i] = peak[i];
-    shift[i] = c.peak[i] == -INFINITY ? 0.0f : c.peak[i];  // nothing but -inf so far: all weights are 0
   }
-  float total[2] = {};
+}
+
+// s: logits -> weights.
+template <bool kUniform>
+__device__ __forceinline__ void find_weights(Consumer& c, float (&s)[32], const float (&factor)[2]) {
+  float shift[2], total[2] = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) shift[i] = c.peak[i] == -INFINITY ? 0.0f : c.peak[i];  // only -inf so far: weights are 0
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
-    const float inverse = inverse_power(unit(j));
+    const float inverse = inverse_power(unit<kUniform>(c, j));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float& x = s[j / 2 * 4 + j % 2 + 2 * i];
@@ -268,7 +300,6 @@ __device__ __forceinline__ void publish(Consumer& c, const float (&s)[32], const
   } else {
     pack_weights<kUniform>(c, 2 * (c.w ^ 1), s, packed);
     store_weights(c, rope, packed);
-    wgmma_wait<0>();  // the addition of the step before may still read the second set
     pack_weights<kUniform>(c, 2 * (c.w ^ 1) + 1, s, packed);
     store_weights(c, c.base + kWeightsOffset, packed);
   }
@@ -284,10 +315,10 @@ __device__ __forceinline__ void publish(Consumer& c, const float (&s)[32], const
 }
 
 template <bool kUniform>
-__device__ __forceinline__ void add_own_step(Consumer& c, const float (&s)[32], uint32_t (&packed)[16], int step) {
+__device__ __forceinline__ void add_own_step(Consumer& c, const float (&s)[32], uint32_t (&packed)[16]) {
   const uint64_t v = values(c, c.w);
   if constexpr (kUniform) {
-    mbarrier_wait(c.barriers.weights(c.w), step >> 1 & 1);  // all four warps have written theirs
+    mbarrier_wait(c.barriers.weights(c.w), c.own_parity);  // all four warps have written theirs
     const uint64_t weights = swizzled_tile(c.tile(c.w) + kRopeChunk * kChunkBytes);
     wgmma_fence();
 #pragma unroll
@@ -310,38 +341,32 @@ __device__ __forceinline__ void add_own_step(Consumer& c, const float (&s)[32], 
   pin(c.o[1]);
 }
 
-// Step `step` is the item's step number `i`.
 template <bool kUniform>
-__device__ __forceinline__ void own_step(Consumer& c, int step, int i) {
+__device__ __forceinline__ void own_step(Consumer& c, bool first) {
   float s[32], factor[2];
-  mbarrier_wait(c.barriers.full(c.w), step >> 1 & 1);
-  fence_async_proxy();
-  if constexpr (kUniform) {
-    wgmma_fence();
-    start_scores(c, s, 0, kChunks);
-    wgmma_commit();
-  } else {
-    scaled_scores(c, s);
-  }
-  if (i > 0) {
-    start_other_step<kUniform>(c, step - 1);
-    wgmma_wait<1>();  // the scores
-  } else {
+  asm volatile("" : "+r"(c.base));  // keeps ptxas from holding every descriptor in registers across steps
+  if constexpr (kUniform) start_scores(c, s);
+  else scaled_scores(c, s);
+  if (first) {
     wgmma_wait<0>();
+  } else {
+    start_other_step<kUniform>(c);
+    wgmma_wait<1>();  // the scores
   }
   pin(s);
-  softmax<kUniform>(c, s, factor);
+  find_logits<kUniform>(c, s, factor);
+  finish_other_step(c, !first);
+  find_weights<kUniform>(c, s, factor);
   uint32_t packed[16];
   publish<kUniform>(c, s, factor, packed);
-  if (i > 0) {
-    wgmma_wait<0>();
-    pin(c.o[0]);
-    pin(c.o[1]);
-    release(c, c.w ^ 1);
-    rescale(c, factor);
+  rescale(c, factor);
+  add_own_step<kUniform>(c, s, packed);
+  c.own_parity ^= 1;
+  __syncwarp();
+  if (c.lane == 0) {
+    mbarrier_arrive(c.barriers.empty(c.w, 0));
+    mbarrier_arrive(c.barriers.empty(c.w, 1));
   }
-  add_own_step<kUniform>(c, s, packed, step);
-  release(c, c.w);
 }
 
 // Exchanges four registers between the four lanes of a quad: lane i ends with everybody's register i, in lane order.
@@ -353,7 +378,8 @@ __device__ __forceinline__ uint4 transpose_quad(int lane, uint32_t a, uint32_t b
   return high ? make_uint4(x, y, q0, q1) : make_uint4(p0, p1, x, y);
 }
 
-__device__ __forceinline__ void store_results(const SparseMlaParams& p, const KeySplit& split, const Item& item, Consumer& c) {
+__device__ __forceinline__ void store_results(const SparseMlaParams& p, const KeySplit& split, const Item& item,
+                                              Consumer& c) {
   const bool whole = split.parts == 1;
   float total[2], inverse[2];
 #pragma unroll
@@ -408,7 +434,8 @@ __device__ __forceinline__ void consume(const SparseMlaParams& p, const KeySplit
   c.warp = threadIdx.x % kWarpgroup / 32;
   c.lane = threadIdx.x % 32;
   c.row = c.warp * 16 + c.lane / 4;
-  int step = 0, count = 0;
+  c.own_parity = c.other_parity = 0;
+  int count = 0;
   for (int64_t number = blockIdx.x; number < items; number += gridDim.x, ++count) {
     const Item item = work_item(p, split, number);
     mbarrier_wait(c.barriers.item_full(count & 1), count >> 1 & 1);
@@ -420,15 +447,12 @@ __device__ __forceinline__ void consume(const SparseMlaParams& p, const KeySplit
     c.total[0] = c.total[1] = 0.0f;
 #pragma unroll
     for (int j = 0; j < 64; ++j) c.o[0][j] = c.o[1][j] = 0.0f;
-    for (int i = 0; i < steps; ++i, ++step) {
-      if ((step & 1) == c.w) {
-        own_step<kUniform>(c, step, i);
+    for (int i = 0; i < steps; ++i) {
+      if ((i & 1) == c.w) {
+        own_step<kUniform>(c, i == 0);
       } else if (i == steps - 1) {
-        start_other_step<kUniform>(c, step);
-        wgmma_wait<0>();
-        pin(c.o[0]);
-        pin(c.o[1]);
-        release(c, c.w ^ 1);
+        start_other_step<kUniform>(c);
+        finish_other_step(c, true);
       }
     }
     store_results(p, split, item, c);

@@ -19,8 +19,10 @@ __global__ __launch_bounds__(kThreads, 1) void attend(SparseMlaParams p, KeySpli
   const Barriers barriers{base + kBarrierOffset};
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
-      mbarrier_init(barriers.full(i), kWarpgroup);
-      mbarrier_init(barriers.empty(i), kConsumers / 32);
+      for (int part = 0; part < 2; ++part) {
+        mbarrier_init(barriers.full(i, part), kWarpgroup);
+        mbarrier_init(barriers.empty(i, part), (part + 1) * kWarpgroup / 32);
+      }
       mbarrier_init(barriers.weights(i), kWarpgroup);
       mbarrier_init(barriers.item_full(i), 1);
       mbarrier_init(barriers.item_empty(i), kConsumers / 32);

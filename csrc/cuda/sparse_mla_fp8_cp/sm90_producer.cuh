@@ -9,11 +9,10 @@ namespace sm90 {
 
 inline constexpr int kLanesPerRow = 8, kRowsAtOnce = kWarpgroup / kLanesPerRow, kRowsPerThread = kKeys / kRowsAtOnce;
 
-// Slot (page * page_size + offset) of an entry, -1 if it is unused.
-__device__ __forceinline__ int64_t find_slot(const SparseMlaParams& p, const RowKeys& keys, int page_shift,
-                                             int32_t index) {
+// Slot (page * page_size + offset) of an entry, -1 if it is unused. 2^31 slots would be 1.4 TB.
+__device__ __forceinline__ int find_slot(const SparseMlaParams& p, const RowKeys& keys, int page_shift, int32_t index) {
   if (index < 0) return -1;
-  int64_t page = index >> page_shift;
+  int page = index >> page_shift;
   if (p.paged) {
     if (index >= keys.kv_len || page >= p.table_width) return -1;
     page = keys.table[page];
@@ -28,8 +27,8 @@ __device__ __forceinline__ int count_steps(const SparseMlaParams& p, const RowKe
                                            const Barriers& barriers) {
   const int thread = threadIdx.x % kWarpgroup;
   int last = -1;
-  for (int64_t i = item.begin + thread; i < item.end; i += kWarpgroup)
-    if (keys.may_use(p, keys.list[i])) last = static_cast<int>(i - item.begin);
+  for (int i = thread; i < item.entries; i += kWarpgroup)
+    if (keys.may_use(p, keys.list[item.begin + i])) last = i;
   last = __reduce_max_sync(~0u, last);
   named_barrier(kProducerBarrier, kWarpgroup);  // the scratch of the item before has been read
   if (thread % 32 == 0) store_shared(barriers.scan(thread / 32), __int_as_float(last));
@@ -52,20 +51,25 @@ struct WorkspaceSource {
 
   __device__ bool uniform() const { return *workspace.mixed == 0; }
 
-  __device__ void load(const SparseMlaParams&, int, const int64_t (&slots)[kRowsPerThread], uint32_t tile,
+  // Half `half` of the latent dimensions; with part 0 the factors, with part 1 the RoPE chunk.
+  template <int kPart>
+  __device__ void load(const SparseMlaParams&, int, const int (&slots)[kRowsPerThread], int half, uint32_t tile,
                        uint32_t factors, uint32_t full) const {
     const int row0 = threadIdx.x % kWarpgroup / kLanesPerRow, lane = threadIdx.x % kLanesPerRow;
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       const int row = row0 + i * kRowsAtOnce;
       const bool used = slots[i] >= 0;
-      const int64_t slot = used ? slots[i] : 0;
+      const int64_t slot = max(slots[i], 0);
       const uint8_t* source = workspace.rows + slot * kWorkspaceRowBytes + lane * 16;
       const uint32_t target = tile + swizzled(row, lane);
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk)
+      for (int j = 0; j < kLatentChunks / 2; ++j) {
+        const int chunk = half * (kLatentChunks / 2) + j;
         cp_async_16(target + chunk * kChunkBytes, source + chunk * 128, used);
-      if (lane == 0) cp_async_16(factors + row * 16, workspace.factors + slot, used);
+      }
+      if (kPart == 1) cp_async_16(target + kRopeChunk * kChunkBytes, source + kRopeChunk * 128, used);
+      else if (lane == 0) cp_async_16(factors + row * 16, workspace.factors + slot, used);
     }
     mbarrier_arrive_after_cp_async(full);
   }
@@ -84,70 +88,81 @@ struct DirectSource {
   __device__ bool uniform() const { return false; }
 
   struct Piece {
-    uint4 latent[kLatentTiles], scales, rope;
+    uint4 latent[2], scales, rope;
   };
 
-  __device__ static void read(const SparseMlaParams& p, int page_shift, int64_t slot, Piece& x) {
+  template <int kPart>
+  __device__ static void read(const SparseMlaParams& p, int page_shift, int slot, int half, Piece& x) {
     const int lane = threadIdx.x % kLanesPerRow;
-    const int64_t offset = slot & ((1 << page_shift) - 1);
-    const uint8_t* record = p.kv_cache + (slot >> page_shift) * p.page_stride + offset * kMlaRecordBytes;
+    const int offset = slot & ((1 << page_shift) - 1);
+    const uint8_t* record =
+        p.kv_cache + (slot >> page_shift) * p.page_stride + offset * static_cast<int>(kMlaRecordBytes);
 #pragma unroll
-    for (int t = 0; t < kLatentTiles; ++t) x.latent[t] = load_global(record + t * 128 + lane * 16);
+    for (int t = 0; t < 2; ++t) x.latent[t] = load_global(record + half * 256 + t * 128 + lane * 16);
     x.scales = load_global(record + kMlaScaleOffset);
-    x.rope = load_global(record + kMlaRopeOffset + lane * 16);
+    if (kPart == 1) x.rope = load_global(record + kMlaRopeOffset + lane * 16);
   }
 
-  __device__ static void write(int row, bool used, const Piece& x, uint32_t tile, uint32_t factors) {
+  template <int kPart>
+  __device__ static void write(int row, bool used, int half, const Piece& x, uint32_t tile, uint32_t factors) {
     const int lane = threadIdx.x % kLanesPerRow;
     const RecordScales scales = record_scales(reinterpret_cast<const float4&>(x.scales));
     const uint4 zero = make_uint4(0, 0, 0, 0);
 #pragma unroll
-    for (int t = 0; t < kLatentTiles; ++t) {
+    for (int t = 0; t < 2; ++t) {
       const uint4& v = x.latent[t];
-      const uint4 low = used ? convert_latent(make_uint2(v.x, v.y), scales.multipliers[t]) : zero;
-      const uint4 high = used ? convert_latent(make_uint2(v.z, v.w), scales.multipliers[t]) : zero;
+      const uint32_t multiplier = half ? scales.multipliers[2 + t] : scales.multipliers[t];
+      const uint4 low = used ? convert_latent(make_uint2(v.x, v.y), multiplier) : zero;
+      const uint4 high = used ? convert_latent(make_uint2(v.z, v.w), multiplier) : zero;
       // Lanes 4 to 7 write the second chunk, other half first: eight lanes fall into eight bank groups.
       const int second = lane / 4, piece = lane % 4 * 2;
-      const uint32_t chunk = tile + (2 * t + second) * kChunkBytes;
+      const uint32_t chunk = tile + (half * (kLatentChunks / 2) + 2 * t + second) * kChunkBytes;
       store_shared4(chunk + swizzled(row, piece + second), second ? high : low);
       store_shared4(chunk + swizzled(row, piece + 1 - second), second ? low : high);
     }
-    store_shared4(tile + kRopeChunk * kChunkBytes + swizzled(row, lane),
-                  used ? convert_rope(x.rope, scales.rope_multiplier) : zero);
-    if (lane == 0) store_shared4(factors + row * 16, used ? reinterpret_cast<const uint4&>(scales.factors) : zero);
+    if (kPart == 1)
+      store_shared4(tile + kRopeChunk * kChunkBytes + swizzled(row, lane),
+                    used ? convert_rope(x.rope, scales.rope_multiplier) : zero);
+    else if (lane == 0) store_shared4(factors + row * 16, used ? reinterpret_cast<const uint4&>(scales.factors) : zero);
   }
 
-  __device__ void load(const SparseMlaParams& p, int page_shift, const int64_t (&slots)[kRowsPerThread], uint32_t tile,
-                       uint32_t factors, uint32_t full) const {
+  template <int kPart>
+  __device__ void load(const SparseMlaParams& p, int page_shift, const int (&slots)[kRowsPerThread], int half,
+                       uint32_t tile, uint32_t factors, uint32_t full) const {
     const int row0 = threadIdx.x % kWarpgroup / kLanesPerRow;
 #pragma unroll
-    for (int i = 0; i < kRowsPerThread; ++i) {
-      Piece x = {};
-      if (slots[i] >= 0) read(p, page_shift, slots[i], x);
-      write(row0 + i * kRowsAtOnce, slots[i] >= 0, x, tile, factors);
+    for (int i = 0; i < kRowsPerThread; i += 2) {  // the loads of two rows are in flight at a time
+      Piece x[2] = {};
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        if (slots[i + j] >= 0) read<kPart>(p, page_shift, slots[i + j], half, x[j]);
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        write<kPart>(row0 + (i + j) * kRowsAtOnce, slots[i + j] >= 0, half, x[j], tile, factors);
     }
     mbarrier_arrive(full);
   }
 };
 
 template <class Source>
-__device__ __forceinline__ void produce(const SparseMlaParams& p, const KeySplit& split, const Source& source, int page_shift,
-                        int64_t items, uint32_t base) {
+__device__ __forceinline__ void produce(const SparseMlaParams& p, const KeySplit& split, const Source& source,
+                                        int page_shift, int64_t items, uint32_t base) {
   const Barriers barriers{base + kBarrierOffset};
   const int thread = threadIdx.x % kWarpgroup, row0 = thread / kLanesPerRow;
-  int step = 0, count = 0;
+  int count = 0;      // of items
+  uint32_t uses = 0;  // of the two tiles, modulo 2 in a bit each
   for (int64_t number = blockIdx.x; number < items; number += gridDim.x, ++count) {
     const Item item = work_item(p, split, number);
     const RowKeys keys = row_keys(p, item.row);
-    auto load_entries = [&](int64_t first, int32_t (&entries)[kRowsPerThread]) {
+    int32_t entries[kRowsPerThread];
+    auto load_entries = [&](int first) {
 #pragma unroll
       for (int i = 0; i < kRowsPerThread; ++i) {
-        const int64_t entry = first + row0 + i * kRowsAtOnce;
-        entries[i] = entry < item.end && !keys.pad ? keys.list[entry] : -1;
+        const int entry = first + row0 + i * kRowsAtOnce;
+        entries[i] = entry < item.entries && !keys.pad ? keys.list[item.begin + entry] : -1;
       }
     };
-    int32_t entries[kRowsPerThread];
-    load_entries(item.begin, entries);
+    load_entries(0);
     prefetch_queries(p, item);
     const int steps = count_steps(p, keys, item, barriers);
     if (thread == 0) {
@@ -155,15 +170,20 @@ __device__ __forceinline__ void produce(const SparseMlaParams& p, const KeySplit
       store_shared(barriers.steps(count & 1), __int_as_float(steps));
       mbarrier_arrive(barriers.item_full(count & 1));
     }
-    for (int i = 0; i < steps; ++i, ++step) {
-      int64_t slots[kRowsPerThread];
+    for (int i = 0; i < steps; ++i) {
+      int slots[kRowsPerThread];
 #pragma unroll
       for (int j = 0; j < kRowsPerThread; ++j) slots[j] = find_slot(p, keys, page_shift, entries[j]);
-      load_entries(item.begin + (i + 1) * kKeys, entries);
-      const int tile = step & 1;
-      mbarrier_wait(barriers.empty(tile), (step >> 1 & 1) ^ 1);
-      source.load(p, page_shift, slots, base + kKeyOffset + tile * kTileBytes, base + kFactorOffset + tile * kKeys * 16,
-                  barriers.full(tile));
+      load_entries((i + 1) * kKeys);
+      const int tile = i & 1;
+      const uint32_t parity = (uses >> tile & 1) ^ 1;
+      uses ^= 1u << tile;
+      const uint32_t address = base + kKeyOffset + tile * kTileBytes,
+                     factors = base + kFactorOffset + tile * kKeys * 16;
+      mbarrier_wait(barriers.empty(tile, 0), parity);
+      source.template load<0>(p, page_shift, slots, tile, address, factors, barriers.full(tile, 0));
+      mbarrier_wait(barriers.empty(tile, 1), parity);
+      source.template load<1>(p, page_shift, slots, tile ^ 1, address, factors, barriers.full(tile, 1));
     }
   }
 }

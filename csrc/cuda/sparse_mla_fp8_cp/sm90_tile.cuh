@@ -36,18 +36,20 @@ inline constexpr uint32_t kFactorOffset = kWeightsOffset + kChunkBytes;  // floa
 inline constexpr uint32_t kPeakOffset = kFactorOffset + 2 * kKeys * 16;  // float [64]
 inline constexpr uint32_t kScratchOffset = kPeakOffset + kHeads * 4;     // float [2][64]
 inline constexpr uint32_t kBarrierOffset = kScratchOffset + 2 * kHeads * 4;
-inline constexpr uint32_t kSharedBytes = kBarrierOffset + 128;
+inline constexpr uint32_t kSharedBytes = kBarrierOffset + 144;
 static_assert(kSharedBytes <= 227 * 1024);
 
+// A tile is filled and freed in two parts: 0, the half of the latent dimensions whose values its owner adds, and 1, the
+// other half with the RoPE chunk, which the other consumer is last to use.
 struct Barriers {
   uint32_t base;
-  __device__ uint32_t full(int tile) const { return base + 8 * tile; }          // producer: a step's keys are there
-  __device__ uint32_t empty(int tile) const { return base + 16 + 8 * tile; }    // both consumers are done with them
-  __device__ uint32_t weights(int tile) const { return base + 32 + 8 * tile; }  // its owner has written the weights
-  __device__ uint32_t item_full(int slot) const { return base + 48 + 8 * slot; }
-  __device__ uint32_t item_empty(int slot) const { return base + 64 + 8 * slot; }
-  __device__ uint32_t steps(int slot) const { return base + 80 + 4 * slot; }  // int: steps of an item
-  __device__ uint32_t scan(int warp) const { return base + 88 + 4 * warp; }   // int: scratch of the producer's warps
+  __device__ uint32_t full(int tile, int part) const { return base + 8 * (2 * tile + part); }
+  __device__ uint32_t empty(int tile, int part) const { return base + 32 + 8 * (2 * tile + part); }
+  __device__ uint32_t weights(int tile) const { return base + 64 + 8 * tile; }  // its owner has written the weights
+  __device__ uint32_t item_full(int slot) const { return base + 80 + 8 * slot; }
+  __device__ uint32_t item_empty(int slot) const { return base + 96 + 8 * slot; }
+  __device__ uint32_t steps(int slot) const { return base + 112 + 4 * slot; }  // int: steps of an item
+  __device__ uint32_t scan(int warp) const { return base + 120 + 4 * warp; }   // int: scratch of the producer's warps
 };
 enum NamedBarrier { kConsumerBarrier = 1, kProducerBarrier = 2 };
 
@@ -101,19 +103,20 @@ __device__ __forceinline__ uint4 convert_rope(uint4 x, uint32_t multiplier) {
 
 // One row's share of a block: 64 heads over one part of the row's list.
 struct Item {
-  int64_t row, part;
-  int head0;
-  int64_t begin, end;
+  int64_t row;
+  int part, head0;
+  int begin, entries;  // of the row's list
 };
 
 __device__ __forceinline__ Item work_item(const SparseMlaParams& p, const KeySplit& split, int64_t number) {
-  const int groups = static_cast<int>(p.heads / kHeads);
+  const int groups = static_cast<int>(p.heads / kHeads), parts = static_cast<int>(split.parts);
+  const int inner = static_cast<int>(number % (groups * parts));
   Item item;
-  item.head0 = static_cast<int>(number % groups) * kHeads;
-  item.part = number / groups % split.parts;
-  item.row = number / groups / split.parts;
-  item.begin = item.part * split.width;
-  item.end = min(item.begin + split.width, p.topk);
+  item.row = number / (groups * parts);
+  item.part = inner / groups;
+  item.head0 = inner % groups * kHeads;
+  item.begin = item.part * static_cast<int>(split.width);
+  item.entries = min(static_cast<int>(split.width), static_cast<int>(p.topk) - item.begin);
   return item;
 }
 
