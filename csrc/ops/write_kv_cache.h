@@ -3,12 +3,6 @@
 
 #include "paged_cache.h"
 
-#ifdef __CUDACC__
-#define SCO_HOST_DEVICE __host__ __device__
-#else
-#define SCO_HOST_DEVICE
-#endif
-
 namespace sparse_cp_ops {
 
 // Rows of one or several equal blocks: row i starts at (i / block_rows) * block_stride + (i % block_rows) * row_stride.
@@ -92,7 +86,7 @@ inline WriteKvCacheParams prepare_write_kv_cache(const Tensor& mla_records, cons
   p.mla_cache = static_cast<uint8_t*>(mla_cache.data_ptr());
   p.num_pages = mla_cache.size(0);
   p.mla_page_stride = mla_cache.stride(0);
-  while (int64_t{1} << p.page_shift < p.page_size) ++p.page_shift;
+  p.page_shift = page_shift_of(p.page_size);
   if (k_records.has_value()) {
     p.k_records = check_records(*k_records, "k_records", mla_records, like, kIndexRecordBytes, kIndexRecordAlignment);
     if (mla_records.dim() == 3)

@@ -1,0 +1,94 @@
+// e4m3 and the scales of FP8 tiles on the device: the same bytes as cpu/numeric.h.
+// kHardware: cvt instructions (sm_89 and newer); otherwise bit arithmetic, which every device has.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "../../kv_record.h"
+
+namespace sparse_cp_ops {
+
+inline constexpr uint32_t kFp8NanX4 = 0x7F7F7F7Fu;
+
+// Round to nearest even, saturate to +-448; x must not be NaN.
+__device__ __forceinline__ uint32_t float_to_e4m3_bits(float x) {
+  const uint32_t bits = __float_as_uint(fminf(fabsf(x), kFp8Max));
+  // Adding a power of two whose unit is that of the result rounds x to it: 2^-9 below 2^-6, else 3 bits below the
+  // first.
+  const uint32_t exponent = max(bits & 0x7F800000u, 121u << 23);
+  const uint32_t magic = exponent + (20u << 23);
+  const uint32_t units = __float_as_uint(__fadd_rn(__uint_as_float(bits), __uint_as_float(magic))) - magic;
+  return (units + ((exponent - (121u << 23)) >> 20)) | ((__float_as_uint(x) >> 24) & 0x80u);
+}
+
+template <bool kHardware>
+__device__ __forceinline__ uint32_t floats_to_e4m3x4(float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 890
+  if constexpr (kHardware) {
+    uint16_t low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    return uint32_t{low} | uint32_t{high} << 16;
+  } else
+#endif
+    return float_to_e4m3_bits(a) | float_to_e4m3_bits(b) << 8 | float_to_e4m3_bits(c) << 16 |
+           float_to_e4m3_bits(d) << 24;
+}
+
+// Four e4m3 bytes to fp32, exact; NaN bytes give NaN.
+template <bool kHardware>
+__device__ __forceinline__ void e4m3x4_to_floats(uint32_t bytes, float* out) {
+#if __CUDA_ARCH__ >= 890
+  if constexpr (kHardware) {
+    uint32_t low, high;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(low) : "h"(static_cast<uint16_t>(bytes)));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(high) : "h"(static_cast<uint16_t>(bytes >> 16)));
+    const float2 first = __half22float2(reinterpret_cast<const __half2&>(low));
+    const float2 second = __half22float2(reinterpret_cast<const __half2&>(high));
+    out[0] = first.x, out[1] = first.y, out[2] = second.x, out[3] = second.y;
+  } else
+#endif
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t byte = bytes >> (8 * i) & 0xFFu, magnitude = byte & 0x7Fu;
+      // The exponent field moved into place is 2^120 too small; the product restores denormals as well.
+      const float value = __fmul_rn(__uint_as_float((byte & 0x80u) << 24 | magnitude << 20), 0x1p120f);
+      out[i] = magnitude == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : value;
+    }
+}
+
+// max that keeps NaN.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+// How a tile is encoded: value = e4m3(x / scale). scale 1 and bytes 0x7F for a tile with NaN or inf.
+struct Fp8Tile {
+  float scale, reciprocal;
+  bool bad, large;
+};
+
+inline constexpr float kLargeScale = 0x1p64f;  // reciprocals and products below stay normal numbers
+
+// amax: the largest magnitude of the tile, NaN if it holds one.
+__device__ __forceinline__ Fp8Tile fp8_tile(float amax, float absmax, bool ue8m0) {
+  float scale = __fdiv_rn(fmaxf(amax, kAmaxFloor), absmax);
+  if (ue8m0) scale = __uint_as_float((__float_as_uint(scale) + 0x7FFFFFu) & 0x7F800000u);
+  const bool bad = !(amax < INFINITY) || !(scale < INFINITY);
+  return {bad ? 1.0f : scale, __frcp_rn(scale), bad, scale >= kLargeScale};
+}
+
+// x / scale up to the byte that it becomes. The correctly rounded reciprocal and one correction give the rounded
+// quotient (Markstein); near the ties of e4m3 this was checked against division for all 2^23 significands of a scale.
+__device__ __forceinline__ float fp8_quotient(float x, const Fp8Tile& tile) {
+  if (tile.large) return __fdiv_rn(x, tile.scale);
+  const float quotient = __fmul_rn(x, tile.reciprocal);
+  const float corrected = __fmaf_rn(__fmaf_rn(-quotient, tile.scale, x), tile.reciprocal, quotient);
+  return copysignf(corrected, x);  // the correction turns -0 into +0
+}
+
+}  // namespace sparse_cp_ops

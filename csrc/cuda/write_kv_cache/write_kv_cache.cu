@@ -1,0 +1,114 @@
+// write_kv_cache on CUDA: one warp moves whole rows to their slots, each under the lock of its slot.
+#include "../../ops/write_kv_cache.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include "../launch.h"
+#include "../rows.h"
+#include "../value_checks.h"
+
+namespace sparse_cp_ops {
+namespace {
+
+constexpr int kWarpsPerBlock = 4;
+constexpr int kPieces = kMlaRecordBytes / 16;  // 41: one for each lane and a second one for the first nine
+constexpr int kScaleLane = 31;                 // has no second piece and moves the scale of the indexer record
+static_assert(kPieces > 32 && kPieces - 32 <= kScaleLane);
+
+// Two rows on one slot: without a lock their pieces could mix. Every lock is free again when the kernel ends, whatever
+// it did, so that the table has no state between launches. Slots of one page never share a lock, nor do those of a
+// cache of up to 2^20 slots.
+constexpr uint32_t kSlotLocks = 1u << 20;
+__device__ uint32_t slot_locks[kSlotLocks];
+
+__device__ void acquire(uint32_t* lock) {
+  uint32_t before;
+  while (true) {
+    asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], 0, 1;" : "=r"(before) : "l"(lock) : "memory");
+    if (before == 0) return;
+    __nanosleep(64);
+  }
+}
+
+__device__ void release(uint32_t* lock) { asm volatile("st.release.gpu.global.u32 [%0], 0;" : : "l"(lock) : "memory"); }
+
+struct Row {
+  int64_t slot;          // -1: not written
+  uint4 first, second;   // pieces of the MLA record
+  uint32_t word, scale;  // of the indexer record
+};
+
+__device__ void load_row(const WriteKvCacheParams& p, uint32_t index, int lane, Row& row) {
+  row.slot = -1;
+  if (index >= p.rows) return;
+  const uint32_t block = index / static_cast<uint32_t>(p.mla_records.block_rows);
+  const uint32_t in_block = index - block * static_cast<uint32_t>(p.mla_records.block_rows);
+  const auto* mla = reinterpret_cast<const uint4*>(p.mla_records.data + block * p.mla_records.block_stride +
+                                                   in_block * p.mla_records.row_stride);
+  row.first = __ldg(mla + lane);
+  if (lane < kPieces - 32) row.second = __ldg(mla + 32 + lane);
+  if (p.k_records.data != nullptr) {
+    const auto* key = reinterpret_cast<const uint32_t*>(p.k_records.data + block * p.k_records.block_stride +
+                                                        in_block * p.k_records.row_stride);
+    row.word = __ldg(key + lane);
+    if (lane == kScaleLane) row.scale = __ldg(key + kIndexDim / 4);
+  }
+  row.slot = p.slot_of(index);
+}
+
+__device__ void store_row(const WriteKvCacheParams& p, int lane, const Row& row) {
+  const int64_t page = row.slot >> p.page_shift, offset = row.slot & (p.page_size - 1);
+  auto* mla = reinterpret_cast<uint4*>(p.mla_cache + page * p.mla_page_stride + offset * kMlaRecordBytes);
+  mla[lane] = row.first;
+  if (lane < kPieces - 32) mla[32 + lane] = row.second;
+  if (p.k_records.data == nullptr) return;
+  uint8_t* index_page = p.indexer_cache + page * p.indexer_page_stride;
+  reinterpret_cast<uint32_t*>(index_page + index_values_offset(offset))[lane] = row.word;
+  if (lane == kScaleLane)
+    *reinterpret_cast<uint32_t*>(index_page + index_scale_offset(p.page_size, offset)) = row.scale;
+}
+
+// A warp loads all its rows before it takes the first lock; it holds one lock at a time.
+template <int kRows>
+__global__ void __launch_bounds__(kWarpsPerBlock * 32) write_kernel(WriteKvCacheParams p) {
+  const uint32_t warp = blockIdx.x * kWarpsPerBlock + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  Row rows[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) load_row(p, warp * kRows + i, lane, rows[i]);
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    if (rows[i].slot < 0) continue;  // the same in all lanes
+    uint32_t* lock = slot_locks + rows[i].slot % kSlotLocks;
+    if (lane == 0) acquire(lock);
+    __syncwarp();
+    store_row(p, lane, rows[i]);
+    __syncwarp();
+    if (lane == 0) release(lock);
+  }
+}
+
+void write_kv_cache(const Tensor& mla_records, std::optional<Tensor> k_records, std::optional<Tensor> req_ids,
+                    std::optional<Tensor> positions, std::optional<Tensor> block_table, Tensor mla_cache,
+                    std::optional<Tensor> indexer_cache, std::optional<Tensor> slots) {
+  const int32_t device = mla_records.get_device_index();
+  torch::stable::accelerator::DeviceGuard guard(device);
+  const WriteKvCacheParams p =
+      prepare_write_kv_cache(mla_records, k_records, req_ids, positions, block_table, mla_cache, indexer_cache, slots);
+  cudaStream_t stream = current_stream(device);
+  if (value_checks_possible(stream)) check_write_targets(p, req_ids, positions, block_table, slots);
+  if (p.rows == 0) return;
+  SCO_CHECK(p.rows <= std::numeric_limits<int32_t>::max(), "mla_records: expected at most 2^31 - 1 rows, got ", p.rows);
+  // Many rows: two a warp, so that more loads are under way in each SM.
+  constexpr int64_t kManyRows = 16384;
+  if (p.rows < kManyRows) write_kernel<1><<<grid_size(p.rows, kWarpsPerBlock), kWarpsPerBlock * 32, 0, stream>>>(p);
+  else write_kernel<2><<<grid_size(p.rows, 2 * kWarpsPerBlock), kWarpsPerBlock * 32, 0, stream>>>(p);
+  check_launch("write_kv_cache");
+}
+
+}  // namespace
+}  // namespace sparse_cp_ops
+
+STABLE_TORCH_LIBRARY_IMPL(sparse_cp_ops, CUDA, m) {
+  m.impl("write_kv_cache", TORCH_BOX(&sparse_cp_ops::write_kv_cache));
+}
