@@ -66,28 +66,38 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return result;
 }
 
-// How a tile is encoded: value = e4m3(x / scale). scale 1 and bytes 0x7F for a tile with NaN or inf.
+// How a tile is encoded: value = e4m3(x / scale); scale 1 and bytes 0x7F for a tile with NaN or inf.
 struct Fp8Tile {
-  float scale, reciprocal;
-  bool bad, large;
+  float scale;  // as stored
+  bool bad;     // bytes 0x7F
+  bool large;   // divisor is 2^-64 * scale, and every x has to be multiplied by 2^-64 as well
+  float divisor, reciprocal;
 };
 
-inline constexpr float kLargeScale = 0x1p64f;  // reciprocals and products below stay normal numbers
+inline constexpr float kLargeScale = 0x1p64f;  // below, reciprocals and their products are normal numbers
 
 // amax: the largest magnitude of the tile, NaN if it holds one.
 __device__ __forceinline__ Fp8Tile fp8_tile(float amax, float absmax, bool ue8m0) {
   float scale = __fdiv_rn(fmaxf(amax, kAmaxFloor), absmax);
   if (ue8m0) scale = __uint_as_float((__float_as_uint(scale) + 0x7FFFFFu) & 0x7F800000u);
-  const bool bad = !(amax < INFINITY) || !(scale < INFINITY);
-  return {bad ? 1.0f : scale, __frcp_rn(scale), bad, scale >= kLargeScale};
+  const bool bad = !(amax < INFINITY) || !(scale < INFINITY), large = scale >= kLargeScale;
+  const float divisor = large ? __fmul_rn(scale, 1.0f / kLargeScale) : scale;
+  return {bad ? 1.0f : scale, bad, large, divisor, __frcp_rn(divisor)};
 }
 
-// x / scale up to the byte that it becomes. The correctly rounded reciprocal and one correction give the rounded
+// Exact but for values so small that they become +-0 in FP8 anyway.
+template <int kCount>
+__device__ __forceinline__ void shrink_if_large(float (&x)[kCount], const Fp8Tile& tile) {
+  if (!tile.large) return;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) x[i] = __fmul_rn(x[i], 1.0f / kLargeScale);
+}
+
+// x / divisor up to the byte that it becomes. The correctly rounded reciprocal and one correction give the rounded
 // quotient (Markstein); near the ties of e4m3 this was checked against division for all 2^23 significands of a scale.
 __device__ __forceinline__ float fp8_quotient(float x, const Fp8Tile& tile) {
-  if (tile.large) return __fdiv_rn(x, tile.scale);
   const float quotient = __fmul_rn(x, tile.reciprocal);
-  const float corrected = __fmaf_rn(__fmaf_rn(-quotient, tile.scale, x), tile.reciprocal, quotient);
+  const float corrected = __fmaf_rn(__fmaf_rn(-quotient, tile.divisor, x), tile.reciprocal, quotient);
   return copysignf(corrected, x);  // the correction turns -0 into +0
 }
 

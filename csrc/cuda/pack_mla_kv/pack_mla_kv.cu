@@ -29,8 +29,9 @@ __device__ float tile_amax(const float* x) {
 }
 
 template <bool kHardwareFp8>
-__device__ uint2 encode(const float* x, const Fp8Tile& tile, bool ue8m0) {
+__device__ uint2 encode(float (&x)[8], const Fp8Tile& tile, bool ue8m0) {
   if (tile.bad) return make_uint2(kFp8NanX4, kFp8NanX4);
+  shrink_if_large(x, tile);
   float y[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i)  // a product with a power of two is the quotient

@@ -22,6 +22,7 @@ namespace sparse_cp_ops {
 namespace {
 
 constexpr int kWarpsPerBlock = 4;
+constexpr int kBlocksPerMultiprocessor = 7;  // 72 registers a thread: no spills, 28 warps
 constexpr int kLanesPerVector = 4;
 constexpr int kVectorsPerWarp = 32 / kLanesPerVector;
 constexpr int kValuesPerLane = kIndexDim / kLanesPerVector;
@@ -29,7 +30,6 @@ constexpr int kValuesPerLane = kIndexDim / kLanesPerVector;
 struct QuantGrid {
   uint32_t head_groups;  // of a row
   uint32_t q_warps;      // the warps behind them quantise k
-  bool vector_q, vector_k, fast_rope;
 };
 
 // RoPE of the usual 64 dimensions: the pairs of a lane are (v[i], v[8 + i]) or (v[2i], v[2i + 1]).
@@ -94,19 +94,19 @@ __device__ void hadamard_without_factor(float* v) {
   butterfly_registers(v, 16);  // stride 64
 }
 
-// The vector at x as FP8 bytes (8 words: value order of the lane) and its scale.
-template <bool kHardwareFp8>
-__device__ float quantise(const QuantQKParams& p, const QuantGrid& grid, const uint16_t* x, int64_t row, bool vector,
-                          float absmax, uint32_t* bytes) {
+// The vector at x as FP8 bytes (8 words: value order of the lane) and its scale. kFast: 64 RoPE dimensions and aligned
+// rows; otherwise any dimensions and strides.
+template <bool kHardwareFp8, bool kFast>
+__device__ float quantise(const QuantQKParams& p, const uint16_t* x, int64_t row, float absmax, uint32_t* bytes) {
   const int j = threadIdx.x % kLanesPerVector;
   float v[kValuesPerLane];
   uint4 packed[4];
 #pragma unroll
-  for (int m = 0; m < 4; ++m) packed[m] = load_bf16x8(x + 32 * m + 8 * j, vector);
+  for (int m = 0; m < 4; ++m) packed[m] = load_bf16x8(x + 32 * m + 8 * j, kFast);
   const float* cos_sin = cos_sin_row(p.table, row);
 #pragma unroll
   for (int m = 0; m < 4; ++m) unpack_bf16x8(packed[m], v + 8 * m);
-  if (grid.fast_rope) rope_in_lane(v, cos_sin, p.table.interleaved, j);
+  if constexpr (kFast) rope_in_lane(v, cos_sin, p.table.interleaved, j);
   else rope_with_partners(v, x, cos_sin, p.table, j);
   if (p.hadamard) hadamard_without_factor(v);
 
@@ -118,7 +118,8 @@ __device__ float quantise(const QuantQKParams& p, const QuantGrid& grid, const u
     amax = max_or_nan(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, lanes));
   const float factor = p.hadamard ? kHadamardScale : 1.0f;
   const Fp8Tile tile = fp8_tile(__fmul_rn(amax, factor), absmax, p.ue8m0);  // rounding keeps the order of magnitudes
-  if (p.ue8m0 && !tile.large) {
+  shrink_if_large(v, tile);
+  if (p.ue8m0) {
     // A power of two moves into the factor: the product is rounded once, like v * factor, and scaled exactly.
     const float scaled_factor = __fmul_rn(factor, tile.reciprocal);
 #pragma unroll
@@ -135,23 +136,15 @@ __device__ float quantise(const QuantQKParams& p, const QuantGrid& grid, const u
   return tile.scale;
 }
 
-template <bool kHardwareFp8>
-__device__ void quantise_q(const QuantQKParams& p, const QuantGrid& grid, uint32_t warp) {
-  const int lane = threadIdx.x % 32, j = lane % kLanesPerVector;
-  const int64_t row = warp / grid.head_groups;
-  const int64_t head = (warp % grid.head_groups) * kVectorsPerWarp + lane / kLanesPerVector;
-  const bool exists = head < p.heads;
-  const int64_t source_head = exists ? head : 0;  // all lanes take part in the shuffles
-  const auto* q = static_cast<const uint16_t*>(p.q) + row * p.q_row_stride + source_head * p.q_head_stride;
-  float weight = 0.0f;
-  if (j == 0) {
-    const int64_t i = row * p.weights_stride + source_head;
-    weight = p.weights_bf16 ? bf16_to_float(__ldg(static_cast<const uint16_t*>(p.weights) + i))
-                            : __ldg(static_cast<const float*>(p.weights) + i);
-  }
-  uint32_t bytes[8];
-  const float scale = quantise<kHardwareFp8>(p, grid, q, row, grid.vector_q, p.q_absmax, bytes);
-  if (!exists) return;
+__device__ float load_weight(const QuantQKParams& p, int64_t row, int64_t head) {
+  const int64_t i = row * p.weights_stride + head;
+  return p.weights_bf16 ? bf16_to_float(__ldg(static_cast<const uint16_t*>(p.weights) + i))
+                        : __ldg(static_cast<const float*>(p.weights) + i);
+}
+
+__device__ void store_q(const QuantQKParams& p, int64_t row, int64_t head, const uint32_t* bytes, float weight,
+                        float scale) {
+  const int j = threadIdx.x % kLanesPerVector;
   const int64_t i = row * p.heads + head;
 #pragma unroll
   for (int m = 0; m < 4; ++m)
@@ -159,16 +152,8 @@ __device__ void quantise_q(const QuantQKParams& p, const QuantGrid& grid, uint32
   if (j == 0) p.q_weights[i] = __fmul_rn(__fmul_rn(weight, scale), p.weight_scale);
 }
 
-template <bool kHardwareFp8>
-__device__ void quantise_k(const QuantQKParams& p, const QuantGrid& grid, uint32_t warp) {
-  const int lane = threadIdx.x % 32, j = lane % kLanesPerVector;
-  const int64_t row = static_cast<int64_t>(warp) * kVectorsPerWarp + lane / kLanesPerVector;
-  const bool exists = row < p.rows;
-  const int64_t source_row = exists ? row : 0;
-  const auto* k = static_cast<const uint16_t*>(p.k) + source_row * p.k_stride;
-  uint32_t bytes[8];
-  const float scale = quantise<kHardwareFp8>(p, grid, k, source_row, grid.vector_k, kFp8Max, bytes);
-  if (!exists) return;
+__device__ void store_k(const QuantQKParams& p, int64_t row, const uint32_t* bytes, float scale) {
+  const int j = threadIdx.x % kLanesPerVector;
   auto* record = reinterpret_cast<uint32_t*>(p.k_records + row * p.record_stride);
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
@@ -178,11 +163,24 @@ __device__ void quantise_k(const QuantQKParams& p, const QuantGrid& grid, uint32
   if (j == 0) record[kIndexDim / 4] = __float_as_uint(scale);
 }
 
-template <bool kHardwareFp8>
-__global__ void __launch_bounds__(kWarpsPerBlock * 32) quant_kernel(QuantQKParams p, QuantGrid grid) {
+template <bool kHardwareFp8, bool kFast>
+__global__ void __launch_bounds__(kWarpsPerBlock * 32, kBlocksPerMultiprocessor)
+    quant_kernel(QuantQKParams p, QuantGrid grid) {
   const uint32_t warp = blockIdx.x * kWarpsPerBlock + threadIdx.x / 32;
-  if (warp < grid.q_warps) quantise_q<kHardwareFp8>(p, grid, warp);
-  else quantise_k<kHardwareFp8>(p, grid, warp - grid.q_warps);  // surplus warps of the last block find no row
+  const int vector = threadIdx.x % 32 / kLanesPerVector;
+  const bool is_q = warp < grid.q_warps;
+  int64_t row = is_q ? warp / grid.head_groups : int64_t{warp - grid.q_warps} * kVectorsPerWarp + vector;
+  int64_t head = is_q ? int64_t{warp % grid.head_groups} * kVectorsPerWarp + vector : 0;
+  const bool exists = is_q ? head < p.heads : row < p.rows;
+  if (!exists) row = head = 0;  // all lanes take part in the shuffles
+  const auto* x = is_q ? static_cast<const uint16_t*>(p.q) + row * p.q_row_stride + head * p.q_head_stride
+                       : static_cast<const uint16_t*>(p.k) + row * p.k_stride;
+  const float weight = is_q ? load_weight(p, row, head) : 0.0f;
+  uint32_t bytes[8];
+  const float scale = quantise<kHardwareFp8, kFast>(p, x, row, is_q ? p.q_absmax : kFp8Max, bytes);
+  if (!exists) return;
+  if (is_q) store_q(p, row, head, bytes, weight, scale);
+  else store_k(p, row, bytes, scale);
 }
 
 std::tuple<Tensor, Tensor> quant_q_k_cp(const Tensor& q, const Tensor& k, const Tensor& weights,
@@ -202,11 +200,14 @@ std::tuple<Tensor, Tensor> quant_q_k_cp(const Tensor& q, const Tensor& k, const 
   const int64_t q_warps = p.rows * head_groups, k_warps = (p.rows + kVectorsPerWarp - 1) / kVectorsPerWarp;
   SCO_CHECK(q_warps + k_warps <= std::numeric_limits<int32_t>::max(), "q: expected at most 2^34 vectors, got shape ",
             shape_string(q));
-  const QuantGrid grid{static_cast<uint32_t>(head_groups), static_cast<uint32_t>(q_warps), has_vector_rows(q, 2),
-                       has_vector_rows(k, 2), p.table.dim == 64 && has_vector_rows(cos_sin_cache, 4)};
+  const QuantGrid grid{static_cast<uint32_t>(head_groups), static_cast<uint32_t>(q_warps)};
   const unsigned blocks = grid_size(q_warps + k_warps, kWarpsPerBlock);
+  const bool fast =
+      p.table.dim == 64 && has_vector_rows(q, 2) && has_vector_rows(k, 2) && has_vector_rows(cos_sin_cache, 4);
   const bool hardware = device_arch(device).kernels == KernelSet::kSm90;
-  (hardware ? quant_kernel<true> : quant_kernel<false>)<<<blocks, kWarpsPerBlock * 32, 0, stream>>>(p, grid);
+  const auto kernel = hardware ? (fast ? quant_kernel<true, true> : quant_kernel<true, false>)
+                               : (fast ? quant_kernel<false, true> : quant_kernel<false, false>);
+  kernel<<<blocks, kWarpsPerBlock * 32, 0, stream>>>(p, grid);
   check_launch("quant_q_k_cp");
   return {call.q_fp8, call.q_weights};
 }
