@@ -19,7 +19,8 @@ LAYOUTS = pytest.mark.parametrize("interleaved", [True, False])
 
 def check(device: str, x: Tensor, positions: Tensor, table: Tensor, interleaved: bool) -> None:
     """Kernel on a copy of ``x`` with its strides against the reference, byte for byte."""
-    storage = torch.empty(0, dtype=x.dtype, device=device).set_(x.to(device).untyped_storage().clone())  # type: ignore[call-overload]
+    everything = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())  # type: ignore[call-overload]
+    storage = everything.clone().to(device)
     actual = storage.as_strided(x.shape, x.stride(), x.storage_offset())
     before = storage.clone()
     ops.rope_(actual, positions.to(device), table.to(device), interleaved)
