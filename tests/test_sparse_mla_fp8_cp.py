@@ -205,7 +205,11 @@ def test_zero_tiles_and_extreme_scales(device: str) -> None:
     records[:, :128] = random_e4m3((len(records), 128)) & 0x83  # denormal codes: multiples of 2^-9
     records[:, 512:516] = torch.tensor([3e5]).view(torch.uint8)
     case.q[:, :, :128] = 0
-    check(case, device)
+    out, lse = ops.sparse_mla_fp8_cp(*case.to(device).tensors, SCALE)
+    exact_out, exact_lse = reference.sparse_mla_fp8_cp(*case.tensors, SCALE)
+    assert_within_bounds(out[..., 128:], lse, exact_out[..., 128:], exact_lse)
+    # Values up to 1758: f16 weights (CUDA) and bf16 results leave an average near 0 with more than the absolute bound.
+    assert (out.cpu() - exact_out)[..., :128].norm() < 2**-8 * exact_out[..., :128].norm()
 
 
 @pytest.mark.parametrize("heads", [8, 16, 128])

@@ -1,11 +1,12 @@
 // From a 656-byte record to 16-bit operands, exact for every positive finite fp32 scale.
 //
 // A scale is split into a power of two and a rest, scale = 2^e * m with 1 <= m < 2, and a record gets one exponent E,
-// the largest of its four. The latent part becomes f16: e4m3 * 2^(e - E) has four significant bits and at most 448, and
-// is exact down to e - E = -15; below, the loss is under 2^-25 * 2^E. m is applied in fp32 to the finished sums of q.k
-// of its 128 dimensions, and to the weights in front of the values; with power-of-two scales it is 1. The sums get 2^E
-// back before the RoPE part (bf16, as it is) joins them. The weights of the values keep it: weight' = exp2(logit + E -
-// M'), where M' is the running maximum of logit + E, so that they fit f16 as well.
+// the largest of its four e minus 6. The latent part becomes f16: e4m3 * 2^(e - E) has four significant bits and at
+// most 448 * 2^6 = 28672, and is exact down to e - E = -15; below, the loss is under 2^-25 * 2^E. m is applied in fp32
+// to the finished sums of q.k of its 128 dimensions, and to the weights in front of the values; with power-of-two
+// scales it is 1. The sums get 2^E back before the RoPE part (bf16) joins them, or the RoPE part is taken times 2^-E.
+// The weights of the values keep 2^E: weight' = exp2(logit + E - M'), where M' is the running maximum of logit + E, so
+// that they fit f16.
 //
 // Queries: the latent part becomes f16 times 2^-k with one k a head that moves its largest value just below 2^5.
 #pragma once
@@ -20,6 +21,12 @@ namespace sparse_cp_ops {
 
 // Exponents below this count as this: 2^-E times the length of a list then stays finite.
 inline constexpr int kMinRecordExponent = -110;
+inline constexpr int kLatentHeadroom = 6;
+
+// E of a record whose largest scale has the exponent `largest`.
+__device__ __forceinline__ int record_exponent(int largest) {
+  return max(largest - kLatentHeadroom, kMinRecordExponent);
+}
 
 __device__ __forceinline__ float fast_exp2(float x) {  // relative error 2^-22; -inf gives 0
   float result;
@@ -52,7 +59,7 @@ inline constexpr bool kHardwareE4m3 = false;
 #endif
 inline constexpr int kE4m3Bias = kHardwareE4m3 ? 0 : 8;
 
-// Two f16 for e4m3x2_to_f16x2 that stand for 2^shift, shift <= 0.
+// Two f16 for e4m3x2_to_f16x2 that stand for 2^shift, shift <= 6.
 __device__ __forceinline__ uint32_t latent_multiplier(int shift) {
   const int exponent = shift + kE4m3Bias;
   const uint32_t bits = exponent >= -14 ? (exponent + 15) << 10 : exponent >= -24 ? 1u << (exponent + 24) : 0;

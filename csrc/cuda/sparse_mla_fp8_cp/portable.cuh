@@ -158,7 +158,7 @@ __device__ __forceinline__ void convert_records(typename T::Shared& s, const int
     const float scale = *reinterpret_cast<const float*>(s.raw + key * kMlaRecordBytes + kMlaScaleOffset + tile * 4);
     const SplitScale split = split_scale(used ? scale : 1.0f);
     int exponent = max(split.exponent, __shfl_xor_sync(~0u, split.exponent, 1));
-    exponent = max(max(exponent, __shfl_xor_sync(~0u, exponent, 2)), kMinRecordExponent);
+    exponent = record_exponent(max(exponent, __shfl_xor_sync(~0u, exponent, 2)));
     multiplier = latent_multiplier(split.exponent - exponent);
     // A warp that goes on to the next scale tile turns its sum into that tile's unit; behind its last tile into 1,
     // which is the RoPE part's unit.

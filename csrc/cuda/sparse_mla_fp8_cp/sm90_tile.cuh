@@ -71,9 +71,9 @@ __device__ __forceinline__ RecordScales record_scales(const float4& scales) {
 #pragma unroll
   for (uint32_t x : bits) {
     const int field = x >> 23 & 0xff;
-    if (field != 0 && field != 255) exponent = max(exponent, max(field - 127, kMinRecordExponent));
+    if (field != 0 && field != 255) exponent = max(exponent, field - 127);
   }
-  if (exponent == INT_MIN) exponent = 0;
+  exponent = exponent == INT_MIN ? 0 : record_exponent(exponent);
   RecordScales result;
   float factors[kLatentTiles];
 #pragma unroll
