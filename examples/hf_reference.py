@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ SMALL = {
     "index_n_heads": 8,
     "index_topk": 64,
     "max_position_embeddings": 163840,
-    "attn_implementation": "eager",
+    "attn_implementation": "sdpa",
 }
 
 
@@ -86,6 +87,23 @@ def randomise(module: nn.Module, seed: int = 0) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
+@torch.no_grad()
+def relate_indexers(model: Any) -> None:
+    """Let random indexers prefer related tokens, as trained ones do: near ones, and those like the query's own.
+
+    A query becomes the key of its own token plus as much noise. All tokens share a first feature: RoPE turns what keys
+    have in common into a preference for near ones, and the heads get positive weights from it.
+    """
+    model.model.embed_tokens.weight[:, 0] = 16
+    for attention in attentions_of(model):
+        indexer = attention.indexer
+        own_key = indexer.wk.weight @ torch.linalg.pinv(attention.q_a_proj.weight)
+        own_key = own_key.repeat(indexer.n_heads, 1)
+        noise = indexer.wq_b.weight
+        noise.copy_(own_key + noise * (own_key.norm() / noise.norm()))
+        indexer.weights_proj.weight[:, 0] = 1
+
+
 @contextmanager
 def given_picks(attentions: Sequence[nn.Module], picks: Sequence[Tensor | None]) -> Iterator[None]:
     """Let transformers' attention modules attend to given keys instead of those of their indexers.
@@ -108,17 +126,52 @@ def given_picks(attentions: Sequence[nn.Module], picks: Sequence[Tensor | None])
             handle.remove()
 
 
+@dataclass(frozen=True)
+class IndexerCall:
+    """One call of transformers' indexer on one sequence: its picks, int [rows, topk] in no order, and its inputs."""
+
+    picks: Tensor
+    indexer: nn.Module
+    hidden: Tensor
+    query_latent: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    @torch.no_grad()
+    def scores(self) -> Tensor:
+        """DeepSeek-V3.2's scores of all keys for all rows in float64, [rows, rows]; keys behind a row included."""
+        cos, sin = (table[0, :, None, :32].double() for table in (self.cos, self.sin))  # the halves are equal
+
+        def rotate(x: Tensor) -> Tensor:  # [rows, heads, 128]: pairs (i, i + 32) of the first 64
+            a, b, rest = x.split([32, 32, 64], dim=-1)
+            return torch.cat(
+                [a * cos[..., :32] - b * sin[..., :32], b * cos[..., :32] + a * sin[..., :32], rest], dim=-1
+            )
+
+        indexer, weight = self.indexer, {name: p.double() for name, p in self.indexer.named_parameters()}
+        hidden = self.hidden.double()
+        q = rotate((self.query_latent.double() @ weight["wq_b.weight"].T).unflatten(-1, (indexer.n_heads, -1)))
+        k = hidden @ weight["wk.weight"].T
+        k = nn.functional.layer_norm(k, k.shape[-1:], weight["k_norm.weight"], weight["k_norm.bias"], 1e-6)
+        k = rotate(k[:, None])[:, 0]
+        heads = hidden @ weight["weights_proj.weight"].T
+        scale = k.shape[-1] ** -0.5 * indexer.n_heads**-0.5
+        return sum((q[:, h] @ k.T).relu() * heads[:, h, None] for h in range(indexer.n_heads)) * scale
+
+
 @contextmanager
-def recorded_picks(attentions: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """The keys that transformers' own indexers pick, appended call by call: int [rows, topk], in no order."""
-    seen: list[Tensor] = []
-    handles = [
-        attention.indexer.register_forward_hook(lambda _m, _i, picks: seen.append(picks[0]))
-        for attention in attentions
-        if attention.indexer is not None
-    ]
+def recorded_indexers(attentions: Sequence[nn.Module]) -> Iterator[list[IndexerCall]]:
+    """The calls of transformers' own indexers, appended one by one."""
+    calls: list[IndexerCall] = []
+
+    def record(indexer: nn.Module, inputs: tuple[Any, ...], picks: Tensor) -> None:
+        hidden, query_latent, (cos, sin) = inputs[:3]
+        calls.append(IndexerCall(picks[0], indexer, hidden[0], query_latent[0], cos, sin))
+
+    indexers = [attention.indexer for attention in attentions if attention.indexer is not None]
+    handles = [indexer.register_forward_hook(record) for indexer in indexers]
     try:
-        yield seen
+        yield calls
     finally:
         for handle in handles:
             handle.remove()

@@ -1,22 +1,10 @@
 """The whole attention layer: against transformers' modules, against itself in pieces, and its refusals."""
 
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention, DeepseekV32RotaryEmbedding
-from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention, GlmMoeDsaRotaryEmbedding
-
-from sparse_cp_ops.config import CPRotateMethod, ParallelismConfig, PrefillCPConfig
-from sparse_cp_ops.context_parallel.plan import CpPlan
-from sparse_cp_ops.kv_cache import PagedKvCache
-from sparse_cp_ops.nn import AttentionInputs, MlaAttention, MlaConfig, UnquantisedKvCache, get_mla_impl
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from hf_reference import (
     all_keys,
     bf16_noise,
@@ -27,6 +15,14 @@ from hf_reference import (
     randomise,
     small_config,
 )
+from torch import Tensor
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention, DeepseekV32RotaryEmbedding
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention, GlmMoeDsaRotaryEmbedding
+
+from sparse_cp_ops.config import CPRotateMethod, ParallelismConfig, PrefillCPConfig
+from sparse_cp_ops.context_parallel.plan import CpPlan
+from sparse_cp_ops.kv_cache import PagedKvCache
+from sparse_cp_ops.nn import AttentionInputs, MlaAttention, MlaConfig, UnquantisedKvCache, get_mla_impl
 
 KINDS = {
     "deepseek_v32": (DeepseekV32Attention, DeepseekV32RotaryEmbedding),

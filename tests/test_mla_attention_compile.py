@@ -1,19 +1,14 @@
 """MlaAttention under torch.compile: one graph for all lengths and layers, in prefill and in decode."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from hf_reference import randomise, small_config
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from sparse_cp_ops.config import ParallelismConfig
 from sparse_cp_ops.context_parallel.plan import CpPlan
 from sparse_cp_ops.kv_cache import PagedKvCache
 from sparse_cp_ops.nn import AttentionInputs, MlaAttention, MlaConfig, SparseMlaImpl, get_mla_impl
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from hf_reference import randomise, small_config
 
 LENGTHS = (70, 71, 2, 33, 64, 65, 130, 3)
 
