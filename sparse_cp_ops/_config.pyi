@@ -63,7 +63,6 @@ class PrefillCPConfig:
 class ParallelismConfig:
     def __init__(
         self,
-        *,
         tp_size: int = ...,
         tp_rank: int = ...,
         ep_size: int = ...,

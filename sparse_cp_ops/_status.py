@@ -7,6 +7,7 @@ import torch
 
 import sparse_cp_ops
 from sparse_cp_ops import _load
+from sparse_cp_ops._checks import value_checks_enabled
 
 
 def _cuda_lines() -> list[str]:
@@ -53,8 +54,7 @@ def status_report() -> str:
         "",
         f"transformers integration: transformers {_optional('transformers')}",
         f"context parallelism: torch.distributed {_distributed()}",
-        "value checks (SPARSE_CP_OPS_CHECK): "
-        + ("on" if os.environ.get("SPARSE_CP_OPS_CHECK", "0") not in ("", "0") else "off"),
+        "value checks (SPARSE_CP_OPS_CHECK): " + ("on" if value_checks_enabled() else "off"),
     ]
     return "\n".join(lines)
 

@@ -155,6 +155,20 @@ def test_block_table_just_covers_the_tokens() -> None:
                 CpPlan.build([kv_len], [0], block_table=table[:, 1:])
 
 
+def test_missing_pages_are_named_under_value_checks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = torch.tensor([[5, -1, -1], [2, 7, -3]], dtype=torch.int32, device=device)
+    monkeypatch.setenv("SPARSE_CP_OPS_CHECK", "1")
+    CpPlan.build([4, 60], [60, 68], block_table=table, device=device)
+    for new, prefix, message in [
+        ([5, 1], [60, 1], "block_table: request 0, position 64: expected a page >= 0, got -1"),
+        ([0, 1], [0, 128], "block_table: request 1, position 128: expected a page >= 0, got -3"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            CpPlan.build(new, prefix, block_table=table, device=device)
+    monkeypatch.setenv("SPARSE_CP_OPS_CHECK", "0")
+    CpPlan.build([5, 1], [60, 128], block_table=table, device=device)
+
+
 def test_a_plan_is_frozen() -> None:
     plan = CpPlan.build([3], [0])
     with pytest.raises(dataclasses.FrozenInstanceError):

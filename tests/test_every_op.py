@@ -67,6 +67,21 @@ def test_only_declared_arguments_change(device: str, name: str) -> None:
             assert_same_bits([value], [old])
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in OP_NAMES if any(x.is_floating_point() for x in tensors(sample(name, "cpu")))]
+)
+def test_every_argument_that_requires_grad_is_refused(device: str, name: str) -> None:
+    args = sample(name, device)
+    for i, argument in enumerate(op(name)._schema.arguments[: len(args)]):
+        if not isinstance(args[i], torch.Tensor) or not args[i].is_floating_point():
+            continue
+        tracked = (*args[:i], args[i].clone().requires_grad_(), *args[i + 1 :])
+        with pytest.raises(RuntimeError, match=f"{name} is inference only, but {argument.name} requires grad"):
+            op(name)(*tracked)
+        with torch.no_grad():
+            op(name)(*tracked)
+
+
 @pytest.mark.parametrize("name", OP_NAMES)
 def test_mutation_bumps_the_version_counter(device: str, name: str) -> None:
     args = sample(name, device)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from sparse_cp_ops import ops, reference
 
@@ -73,3 +74,24 @@ def test_arguments_are_named_in_errors(device: str) -> None:
 def test_opcheck(device: str) -> None:
     args = (torch.randn(2, 3, 4, 8, device=device), torch.randn(2, 3, 4, device=device))
     torch.library.opcheck(torch.ops.sparse_cp_ops.merge_attention_states.default, args)
+
+
+def test_70000_rows(device: str) -> None:
+    outs, lses = states(2, 70_000, 1, 8, torch.float32)
+    out, lse = ops.merge_attention_states(outs.to(device), lses.to(device))
+    expected_out, expected_lse = reference.merge_attention_states(outs, lses)
+    torch.testing.assert_close(out.cpu(), expected_out, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(lse.cpu(), expected_lse, rtol=1e-6, atol=1e-5)
+
+
+def test_compiles_once_for_all_lengths(device: str) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(ops.merge_attention_states, fullgraph=True, dynamic=None, backend=counter)
+    for rows in range(2, 52):
+        outs, lses = (state.to(device) for state in states(3, rows, 2, 8, torch.float32))
+        out, lse = compiled(outs, lses)
+        expected_out, expected_lse = ops.merge_attention_states(outs, lses)
+        assert torch.equal(out, expected_out)
+        assert torch.equal(lse, expected_lse)
+    assert counter.frame_count <= 3  # the first, and two recompiles

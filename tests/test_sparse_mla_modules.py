@@ -245,6 +245,13 @@ def test_stale_and_missing_plans_are_refused() -> None:
         with pytest.raises(ValueError, match="without a generation"):
             call(CpPlan.build([20], [0], page_size=PAGE, block_table=current.block_table))
         call(current)
+    for call in calls[:4]:  # those of the impl
+        with pytest.raises(ValueError, match=f"this impl's prepare made, got generation {foreign.generation}"):
+            call(foreign)
+    with pytest.raises(TypeError, match=r"records: expected KvRecords of new_kv_records, got Tensor"):
+        impl.start_kv_write(torch.zeros(20, 788, dtype=torch.uint8), current)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="inputs: expected AttentionInputs, got NoneType"):
+        impl.prepare(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="started with this plan"):
         impl.finish_kv_write(pending, cache, 0, dataclasses.replace(current))
     with pytest.raises(ValueError, match="page_size 16 as in the plan, got 32"):

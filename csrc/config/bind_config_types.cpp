@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -194,6 +195,11 @@ void bind_value_semantics(py::class_<Config>& type, Config (*from_state)(const p
       .def("__copy__", [](const Config& c) { return Config(c); })
       .def(
           "__deepcopy__", [](const Config& c, const py::dict&) { return Config(c); }, py::arg("memo"))
+      // Below protocol 2 Python would make an instance without pybind11's knowledge, which ends the process.
+      .def("__reduce_ex__",
+           [](const py::object& self, int protocol) {
+             return py::module_::import("builtins").attr("object").attr("__reduce_ex__")(self, std::max(protocol, 2));
+           })
       .def(py::pickle([](const Config& c) { return get_state(c); }, from_state));
 }
 
@@ -245,14 +251,13 @@ void bind_parallelism_config(py::module_& m) {
                  tp_size, tp_rank, ep_size, ep_rank, dp_size, dp_rank, pp_size, pp_rank, world_size, world_rank,
                  local_world_size, local_rank, ffn_sp_size, ffn_sp_rank, enable_sp, prefill_cp_config, use_ub_comm)));
            }),
-           py::kw_only(), py::arg("tp_size") = d.tp_size, py::arg("tp_rank") = d.tp_rank,
-           py::arg("ep_size") = d.ep_size, py::arg("ep_rank") = d.ep_rank, py::arg("dp_size") = d.dp_size,
-           py::arg("dp_rank") = d.dp_rank, py::arg("pp_size") = d.pp_size, py::arg("pp_rank") = d.pp_rank,
-           py::arg("world_size") = d.world_size, py::arg("world_rank") = d.world_rank,
-           py::arg("local_world_size") = d.local_world_size, py::arg("local_rank") = d.local_rank,
-           py::arg("ffn_sp_size") = d.ffn_sp_size, py::arg("ffn_sp_rank") = d.ffn_sp_rank,
-           py::arg("enable_sp") = d.enable_sp, py::arg("prefill_cp_config") = d.prefill_cp_config,
-           py::arg("use_ub_comm") = d.use_ub_comm);
+           py::arg("tp_size") = d.tp_size, py::arg("tp_rank") = d.tp_rank, py::arg("ep_size") = d.ep_size,
+           py::arg("ep_rank") = d.ep_rank, py::arg("dp_size") = d.dp_size, py::arg("dp_rank") = d.dp_rank,
+           py::arg("pp_size") = d.pp_size, py::arg("pp_rank") = d.pp_rank, py::arg("world_size") = d.world_size,
+           py::arg("world_rank") = d.world_rank, py::arg("local_world_size") = d.local_world_size,
+           py::arg("local_rank") = d.local_rank, py::arg("ffn_sp_size") = d.ffn_sp_size,
+           py::arg("ffn_sp_rank") = d.ffn_sp_rank, py::arg("enable_sp") = d.enable_sp,
+           py::arg("prefill_cp_config") = d.prefill_cp_config, py::arg("use_ub_comm") = d.use_ub_comm);
   for (const auto& [name, member] : kParallelismFields) type.def_readonly(name, member);
   type.def_readonly("enable_sp", &ParallelismConfig::enable_sp)
       .def_readonly("prefill_cp_config", &ParallelismConfig::prefill_cp_config)

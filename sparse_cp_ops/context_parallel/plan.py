@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_cp_ops import _config
+from sparse_cp_ops._checks import value_checks_enabled
 from sparse_cp_ops.ops import expand_cp_plan
 from sparse_cp_ops.ops._types import require_ints, require_strs
 
@@ -21,8 +22,10 @@ class PlanLease:
     """Whether a plan is the one of the running forward; ``prepare`` ends the lease of the plan before it.
 
     A flag rather than a comparison of generations, which torch.compile would guard on and recompile at every forward.
+    ``planner_id`` tells whose plan it is.
     """
 
+    planner_id: int
     current: bool = True
 
 
@@ -90,7 +93,7 @@ class CpPlan:
             split: "zigzag" or "interleave", see :mod:`sparse_cp_ops.context_parallel.split`.
             page_size: tokens a page: 16, 32, 64 or 128.
             block_table: [B, W] int32 on ``device``; its width must cover prefix_len + new_len of every request, its
-                entries are not read.
+                entries are read under SPARSE_CP_OPS_CHECK=1 only.
             max_positions: rows of the RoPE cache, if prefix_len + new_len is to be checked against them.
             device: where the tensors are made.
             max_requests: with the next two, capacities of a plan that CUDA graphs capture and :meth:`copy_` refills;
@@ -101,7 +104,8 @@ class CpPlan:
 
         Raises:
             TypeError: an argument has the wrong type.
-            ValueError: a value does not fit; the message names the argument or request and what was expected.
+            ValueError: a value does not fit; the message names the argument or request and what was expected. With
+                SPARSE_CP_OPS_CHECK=1 also a token that has no page in the block table.
         """
         require_ints("CpPlan.build", cp_rank=cp_rank, cp_size=cp_size, page_size=page_size)
         require_strs("CpPlan.build", split=split)
@@ -119,6 +123,8 @@ class CpPlan:
         used_rows, used_tokens, _ = _config.plan_requests(
             new, prefix, cp_rank, cp_size, split, page_size, width, max_positions
         )
+        if block_table is not None and value_checks_enabled() and not _is_capturing(device):
+            _check_pages(block_table, new.astype(np.int64) + prefix, page_size)
         needed = {"max_requests": requests, "local_rows": used_rows, "total_tokens": used_tokens}
         sizes = {name: _fit(name, needed[name], capacity) for name, capacity in capacities.items()}
 
@@ -252,6 +258,20 @@ def _check_block_table(block_table: Tensor, requests: int, device: torch.device)
         raise ValueError(f"block_table: expected dtype int32, got {str(block_table.dtype).removeprefix('torch.')}")
     if block_table.device != device:
         raise ValueError(f"block_table: expected device {device} (that of the plan), got {block_table.device}")
+
+
+def _check_pages(block_table: Tensor, kv_lens: NDArray[np.int64], page_size: int) -> None:
+    """Every token of the batch has a page. Waits for the device; whether the cache has the page, the ops know."""
+    for request, (row, kv_len) in enumerate(zip(block_table.tolist(), kv_lens.tolist(), strict=True)):
+        for column, page in enumerate(row[: -(-kv_len // page_size)]):
+            if page < 0:
+                raise ValueError(
+                    f"block_table: request {request}, position {column * page_size}: expected a page >= 0, got {page}"
+                )
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _fit(name: str, needed: int, capacity: int | None) -> int:

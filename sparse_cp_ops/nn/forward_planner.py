@@ -12,8 +12,9 @@ from sparse_cp_ops.context_parallel.plan import CpPlan, PlanLease, batch_work
 from sparse_cp_ops.nn.inputs import AttentionInputs
 from sparse_cp_ops.nn.mla_config import MlaConfig
 
-# Counted over the whole process, so that a plan of another impl is one of another generation as well.
+# Both are counted over the whole process: no two plans share a generation, no two planners an id.
 _generations = itertools.count(1)
+_planner_ids = itertools.count(1)
 
 RUNNING_METHODS = (CPRotateMethod.ALL_GATHER, CPRotateMethod.ALL_GATHER_WITH_OVERLAP)
 
@@ -49,6 +50,7 @@ class ForwardPlanner:
         self.mla_config = mla_config
         self.parallelism_config = parallelism_config
         self.group = group
+        self.planner_id = next(_planner_ids)
         self._lease: PlanLease | None = None
 
     def prepare(
@@ -67,8 +69,11 @@ class ForwardPlanner:
             max_requests, local_rows, total_tokens: room for CUDA graphs, see :meth:`CpPlan.build`.
 
         Raises:
+            TypeError: ``inputs`` is no AttentionInputs.
             ValueError: an unsupported configuration, lengths that don't fit, or ranks with different inputs.
         """
+        if not isinstance(inputs, AttentionInputs):
+            raise TypeError(f"prepare: inputs: expected AttentionInputs, got {type(inputs).__name__}")
         require_supported(self.parallelism_config)
         group, cp = self.group, self.parallelism_config.prefill_cp_config
         may_split = split_prefill and inputs.is_prefill and group.size > 1
@@ -98,7 +103,7 @@ class ForwardPlanner:
         begin_forward(group)
         if self._lease is not None:
             self._lease.current = False
-        self._lease = PlanLease()
+        self._lease = PlanLease(self.planner_id)
         return dataclasses.replace(
             plan,
             generation=next(_generations),

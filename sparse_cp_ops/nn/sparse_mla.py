@@ -37,6 +37,19 @@ def require_current(plan: CpPlan | None) -> CpPlan:
     return plan
 
 
+def require_own(plan: CpPlan | None, planner: ForwardPlanner) -> CpPlan:
+    """The plan, if it belongs to the running forward of the impl that has this planner.
+
+    Raises:
+        ValueError: as :func:`require_current`, or another impl's ``prepare`` made it.
+    """
+    plan = require_current(plan)
+    assert plan.lease is not None
+    if plan.lease.planner_id != planner.planner_id:
+        raise ValueError(f"plan: expected one that this impl's prepare made, got generation {plan.generation}")
+    return plan
+
+
 @dataclass(frozen=True, eq=False)
 class KvRecords:
     """The records of this rank's rows in one layer, to be filled by ``pack_mla_kv`` and ``quant_q_k_cp``.
@@ -117,8 +130,14 @@ class SparseMlaFp8CPOp(nn.Module):
         Args:
             records: from :meth:`new_kv_records`, filled.
             plan: the forward's plan.
+
+        Raises:
+            TypeError: other records than those of :meth:`new_kv_records`.
+            ValueError: a missing or stale plan.
         """
         plan = require_current(plan)
+        if not isinstance(records, KvRecords):
+            raise TypeError(f"records: expected KvRecords of new_kv_records, got {type(records).__name__}")
         traced_blocks = None
         if isinstance(records.gather, TracedBlockGather):
             traced_blocks = records.gather.start()
@@ -258,15 +277,15 @@ class SparseMlaImpl:
 
     def new_kv_records(self, plan: CpPlan, layer_id: int) -> KvRecords:
         """Room for the records of this rank's rows, see :meth:`SparseMlaFp8CPOp.new_kv_records`."""
-        return self.op.new_kv_records(plan, self.mla_config.has_indexer(layer_id))
+        return self.op.new_kv_records(require_own(plan, self.planner), self.mla_config.has_indexer(layer_id))
 
     def start_kv_write(self, records: KvRecords, plan: CpPlan) -> PendingKvWrite:
         """See :meth:`SparseMlaFp8CPOp.start_kv_write`."""
-        return self.op.start_kv_write(records, plan)
+        return self.op.start_kv_write(records, require_own(plan, self.planner))
 
     def finish_kv_write(self, pending: PendingKvWrite, cache: PagedKvCache, layer_id: int, plan: CpPlan) -> None:
         """See :meth:`SparseMlaFp8CPOp.finish_kv_write`."""
-        self.op.finish_kv_write(pending, cache, layer_id, plan)
+        self.op.finish_kv_write(pending, cache, layer_id, require_own(plan, self.planner))
 
     def forward(
         self, q: Tensor, cache: PagedKvCache, layer_id: int, topk_indices: Tensor | None, plan: CpPlan
@@ -276,7 +295,7 @@ class SparseMlaImpl:
         Raises:
             RuntimeError: the op returned no result.
         """
-        result = self.op(q, cache, layer_id, topk_indices, plan)
+        result = self.op(q, cache, layer_id, topk_indices, require_own(plan, self.planner))
         if result is None:
             raise RuntimeError(f"{type(self.op).__name__}: the attention of layer {layer_id} returned no result")
         out, lse = result
