@@ -9,10 +9,6 @@
 
 namespace sparse_cp_ops {
 
-void launch_scores(const ScoreTask& task, int32_t device, cudaStream_t stream) {
-  launch_portable_scores(task, device, stream);
-}
-
 namespace {
 
 Tensor indexer_scores_ragged_cp(const Tensor& q_fp8, const Tensor& q_weights, const Tensor& indexer_cache,
@@ -25,7 +21,9 @@ Tensor indexer_scores_ragged_cp(const Tensor& q_fp8, const Tensor& q_weights, co
   cudaStream_t stream = current_stream(device);
   const auto& p = call.params;
   if (value_checks_possible(stream)) check_indexer_values_on_host(p.in, q_fp8, block_table, req_ids, kv_lens);
-  launch_scores({p.in, p.scores, p.width, 0, p.in.rows, 0, p.width, 0, true}, device, stream);
+  Tensor plan = torch::stable::new_empty(q_fp8, {score_plan_bytes(device, p.in.rows)});
+  const RowSet rows{0, p.in.rows, nullptr, nullptr};
+  launch_scores({p.in, p.scores, p.width, rows, 0, p.width, 0, true}, plan.data_ptr(), device, stream);
   return call.scores;
 }
 

@@ -7,7 +7,7 @@
 #include "../arch.h"
 #include "../device/mma_sync.cuh"
 #include "../launch.h"
-#include "scoring.h"
+#include "pieces.cuh"
 
 namespace sparse_cp_ops {
 namespace {
@@ -97,23 +97,24 @@ __global__ __launch_bounds__(kThreads, 2) void scores_kernel(const __grid_consta
   float* weights = scales + 2 * kTile;
 
   const IndexerInputs& in = task.in;
-  const int64_t row_groups = (task.row_count + kRows - 1) / kRows;
-  const int64_t row0 = task.first_row + blockIdx.x % row_groups * kRows;
-  const int64_t row_end = task.first_row + task.row_count;
+  const int64_t row_groups = (task.rows.count + kRows - 1) / kRows;
+  const int slot0 = static_cast<int>(blockIdx.x % row_groups * kRows);
+  const int slots = min(row_count_of(task.rows) - slot0, kRows);
   const int key0 = static_cast<int>(task.first_key + blockIdx.x / row_groups * kSpan);
   const int key_end = static_cast<int>(min(key0 + int64_t{kSpan}, task.first_key + task.key_count));
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   if (threadIdx.x < kRows) {
-    const int64_t row = row0 + threadIdx.x;
-    const int64_t visible = row < row_end ? visible_keys(in, row) : 0;
+    const int64_t row = static_cast<int>(threadIdx.x) < slots ? row_of(task.rows, slot0 + threadIdx.x) : -1;
+    const int64_t visible = row >= 0 ? visible_keys(in, row) : 0;
     const bool wanted = visible > task.skip_keys && visible > key0;
     spans[threadIdx.x] = {wanted ? in.req_ids[row] : -1, wanted ? static_cast<int>(min(visible, int64_t{key_end})) : 0};
   }
   if (task.fill) {
-    for (int64_t row = row0; row < min(row0 + kRows, row_end); ++row) {
-      float* out = task.scores + (row - task.first_row) * task.score_stride - task.first_key;
-      for (int64_t key = max(visible_keys(in, row), int64_t{key0}) + threadIdx.x; key < key_end; key += kThreads)
+    for (int slot = slot0; slot < slot0 + slots; ++slot) {
+      float* out = task.scores + slot * task.score_stride - task.first_key;
+      const int64_t visible = visible_keys(in, row_of(task.rows, slot));
+      for (int64_t key = max(visible, int64_t{key0}) + threadIdx.x; key < key_end; key += kThreads)
         out[key] = -INFINITY;
     }
   }
@@ -122,17 +123,17 @@ __global__ __launch_bounds__(kThreads, 2) void scores_kernel(const __grid_consta
 
   // Queries and weights; a NaN byte makes its head's weight NaN and with it every score of the row.
   for (int v = threadIdx.x; v < kRows * HEADS; v += kThreads) {
-    const int64_t row = row0 + v / HEADS;
-    const bool real = row < row_end && v % HEADS < in.heads;
-    weights[v] = real ? in.q_weights[row * in.heads + v % HEADS] : 0.0f;
+    const bool real = v / HEADS < slots && v % HEADS < in.heads;
+    weights[v] = real ? in.q_weights[row_of(task.rows, slot0 + v / HEADS) * in.heads + v % HEADS] : 0.0f;
   }
   __syncthreads();
   for (int v = threadIdx.x; v < kRows * HEADS * 8; v += kThreads) {
-    const int head = v / 8 % HEADS;
-    const int64_t row = row0 + v / 8 / HEADS;
+    const int head = v / 8 % HEADS, r = v / 8 / HEADS;
     uint4 bytes = make_uint4(0, 0, 0, 0);
-    if (row < row_end && head < in.heads)
+    if (r < slots && head < in.heads) {
+      const int64_t row = row_of(task.rows, slot0 + r);
       bytes = __ldg(reinterpret_cast<const uint4*>(in.q_fp8 + (row * in.heads + head) * kIndexDim) + v % 8);
+    }
     store_widened(queries, v / 8, v % 8, bytes);
     if (has_nan(bytes)) weights[v / 8] = NAN;
   }
@@ -142,7 +143,7 @@ __global__ __launch_bounds__(kThreads, 2) void scores_kernel(const __grid_consta
   // Weights of heads 8j + 2c and 8j + 2c + 1, this lane's accumulator columns.
   const float2* my_weights = reinterpret_cast<const float2*>(weights + my_row * HEADS) + lane % 4;
   const RowSpan mine = spans[my_row];
-  float* out = task.scores + (row0 + my_row - task.first_row) * task.score_stride - task.first_key;
+  float* out = task.scores + (slot0 + my_row) * task.score_stride - task.first_key;
 
   // Rows of a CTA may belong to several requests: one walk over the keys of each.
   for (int leader = 0; leader < kRows; ++leader) {
@@ -220,15 +221,15 @@ void launch(const ScoreTask& task, int64_t blocks, int32_t device, cudaStream_t 
 
 void launch_portable_scores(const ScoreTask& task, int32_t device, cudaStream_t stream) {
   const int64_t spans = (task.key_count + kSpan - 1) / kSpan;
-  const int64_t row_groups = (task.row_count + kRows - 1) / kRows;
+  const int64_t row_groups = (task.rows.count + kRows - 1) / kRows;
   // Few enough rows a launch that the grid fits its 31 bits.
   const int64_t most_groups = (int64_t{1} << 30) / (spans > 0 ? spans : 1);
   for (int64_t group = 0; spans > 0 && group < row_groups; group += most_groups) {
     ScoreTask part = task;
-    part.first_row += group * kRows;
+    part.rows.first += group * kRows;
     part.scores += group * kRows * task.score_stride;
-    part.row_count = std::min(task.row_count - group * kRows, most_groups * kRows);
-    const int64_t blocks = (part.row_count + kRows - 1) / kRows * spans;
+    part.rows.count = std::min(task.rows.count - group * kRows, most_groups * kRows);
+    const int64_t blocks = (part.rows.count + kRows - 1) / kRows * spans;
     if (task.in.heads <= 32) launch<32>(part, blocks, device, stream);
     else launch<64>(part, blocks, device, stream);
   }

@@ -3,7 +3,7 @@
 #include "selection.h"
 
 #include "../arch.h"
-#include "../indexer_scores_ragged_cp/scoring.h"
+#include "../indexer_scores_ragged_cp/pieces.cuh"
 #include "selection.cuh"
 
 namespace sparse_cp_ops {
@@ -59,7 +59,8 @@ struct ListSource {
 __global__ __launch_bounds__(kSelectThreads) void selection_kernel(const __grid_constant__ SelectTask task) {
   extern __shared__ __align__(16) char smem[];
   Scratch& scratch = *reinterpret_cast<Scratch*>(smem);
-  const int64_t row = task.first_row + blockIdx.x, at = blockIdx.x * task.op.topk;
+  if (static_cast<int>(blockIdx.x) >= row_count_of(task.rows)) return;
+  const int64_t row = row_of(task.rows, blockIdx.x), at = blockIdx.x * task.op.topk;
   const int topk = static_cast<int>(task.op.topk);
   const int keys = static_cast<int>(visible_keys(task.op.in, row)), first_key = static_cast<int>(task.first_key);
   int32_t* indices = task.op.indices + row * topk;
@@ -107,9 +108,9 @@ __global__ __launch_bounds__(kSelectThreads) void selection_kernel(const __grid_
 }  // namespace
 
 void launch_selection(const SelectTask& task, int32_t device, cudaStream_t stream) {
-  if (task.row_count == 0) return;
+  if (task.rows.count == 0) return;
   allow_shared_bytes<selection_kernel>(device, sizeof(Scratch));
-  selection_kernel<<<static_cast<unsigned>(task.row_count), kSelectThreads, sizeof(Scratch), stream>>>(task);
+  selection_kernel<<<static_cast<unsigned>(task.rows.count), kSelectThreads, sizeof(Scratch), stream>>>(task);
   check_launch("indexer selection");
 }
 

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "ranks.cuh"
+
 namespace sparse_cp_ops {
 
 inline constexpr int kSelectThreads = 512;
@@ -17,13 +19,6 @@ inline constexpr int kStep = kSelectThreads * kVector;  // elements a block and 
 inline constexpr int kFirstBits = 12;                   // sign, exponent and three bits of the mantissa
 inline constexpr int kNextBits = 10;
 inline constexpr int kBins = 1 << kFirstBits;
-
-// Larger is better. NaN is below -inf, -0.0 equals +0.0.
-__device__ __forceinline__ uint32_t rank_of_score(float score) {
-  const uint32_t bits = __float_as_uint(__fadd_rn(score, 0.0f));
-  if (score != score) return 0;
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
 
 struct Cut {
   uint32_t mask;    // leading bits that are known

@@ -1,0 +1,37 @@
+// Thin wrappers of Hopper's bulk copies from global to shared memory; a barrier counts their bytes (sm_90).
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace sparse_cp_ops {
+
+// Makes fresh barriers visible to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Arrives, and holds the barrier's phase until that many more bytes have landed.
+__device__ __forceinline__ void mbarrier_expect_bytes(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Addresses and bytes are multiples of 16.
+__device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// The box of the tensor map at (x, y, z).
+__device__ __forceinline__ void bulk_copy_box(uint32_t shared, const CUtensorMap* map, int x, int y, int z,
+                                              uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];" ::"r"(shared),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
+
+}  // namespace sparse_cp_ops

@@ -1,0 +1,139 @@
+// Selection for rows that fit the registers of a thread block.
+//
+// Element i of a row is held by thread i / 4 % THREADS, in strip i / (4 * THREADS): loads are coalesced, and a strip's
+// elements follow one another over the threads.
+#include "../arch.h"
+#include "../indexer_scores_ragged_cp/pieces.cuh"
+#include "register_search.cuh"
+#include "selection.h"
+
+namespace sparse_cp_ops {
+namespace {
+
+constexpr int kStrips = 8;
+constexpr int kElements = kStrips * 4;  // a thread
+
+template <int THREADS>
+struct Scratch {
+  SearchScratch<THREADS> search;
+  int strips[kStrips][THREADS / 32];  // elements of a warp in a strip, then elements before them
+};
+
+// For every strip, how many bits the masks have before this thread's. Bits 4s .. 4s+3 of a mask belong to strip s.
+template <int THREADS>
+__device__ void count_before(uint32_t mask, int (&before)[kStrips], Scratch<THREADS>& scratch) {
+  constexpr int kWarps = THREADS / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint32_t packed[2] = {};  // a byte a strip: a warp has at most 128 elements of it
+#pragma unroll
+  for (int s = 0; s < kStrips; ++s) packed[s / 4] += __popc(mask >> (4 * s) & 15) << (s % 4 * 8);
+  const uint32_t mine[2] = {packed[0], packed[1]};
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t other = __shfl_up_sync(~0u, packed[half], d);
+      if (lane >= d) packed[half] += other;
+    }
+  }
+  __syncthreads();  // the strips of the count before were read
+  if (lane == 31) {
+#pragma unroll
+    for (int s = 0; s < kStrips; ++s) scratch.strips[s][warp] = packed[s / 4] >> (s % 4 * 8) & 255;
+  }
+  __syncthreads();
+  if (warp == 0) {
+    constexpr int kEach = kStrips * kWarps / 32;
+    int* counts = &scratch.strips[0][0] + lane * kEach;
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) sum += counts[i];
+    int through = sum;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(~0u, through, d);
+      if (lane >= d) through += other;
+    }
+    int running = through - sum;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int count = counts[i];
+      counts[i] = running;
+      running += count;
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int s = 0; s < kStrips; ++s)
+    before[s] = scratch.strips[s][warp] + (((packed[s / 4] - mine[s / 4]) >> (s % 4 * 8)) & 255);
+}
+
+template <int THREADS>
+__global__ __launch_bounds__(THREADS, 1024 / THREADS) void narrow_kernel(const __grid_constant__ SelectTask task) {
+  __shared__ Scratch<THREADS> scratch;
+  if (static_cast<int>(blockIdx.x) >= row_count_of(task.rows)) return;
+  const int64_t row = row_of(task.rows, blockIdx.x);
+  const int topk = static_cast<int>(task.op.topk), keys = static_cast<int>(visible_keys(task.op.in, row));
+  int32_t* indices = task.op.indices + row * topk;
+  if (keys <= topk) {
+    for (int i = threadIdx.x; i < topk; i += THREADS) indices[i] = i < keys ? i : -1;
+    return;
+  }
+  const float* scores = task.scores + blockIdx.x * task.score_stride;
+  uint32_t ranks[kElements];
+#pragma unroll
+  for (int s = 0; s < kStrips; ++s) {
+    const int i = (s * THREADS + threadIdx.x) * 4;
+    float4 four = make_float4(0, 0, 0, 0);
+    if (i + 4 <= keys) {
+      four = *reinterpret_cast<const float4*>(scores + i);
+    } else if (i < keys) {
+      four.x = scores[i];
+      if (i + 1 < keys) four.y = scores[i + 1];
+      if (i + 2 < keys) four.z = scores[i + 2];
+    }
+    ranks[4 * s] = i < keys ? rank_of_score(four.x) : kNoRank;
+    ranks[4 * s + 1] = i + 1 < keys ? rank_of_score(four.y) : kNoRank;
+    ranks[4 * s + 2] = i + 2 < keys ? rank_of_score(four.z) : kNoRank;
+    ranks[4 * s + 3] = i + 3 < keys ? rank_of_score(four.w) : kNoRank;
+  }
+
+  const Found found = search<THREADS>(ranks, keys, topk, topk, scratch.search);
+  uint32_t chosen = 0;
+  int before[kStrips];
+  if (found.count == topk) {
+#pragma unroll
+    for (int v = 0; v < kElements; ++v) chosen |= (ranks[v] >= found.from ? 1u : 0u) << v;
+  } else {  // more ties than places: the first ones
+    uint32_t ties = 0;
+#pragma unroll
+    for (int v = 0; v < kElements; ++v) {
+      ties |= (ranks[v] == found.from ? 1u : 0u) << v;
+      chosen |= (ranks[v] > found.from ? 1u : 0u) << v;
+    }
+    count_before<THREADS>(ties, before, scratch);
+#pragma unroll
+    for (int v = 0; v < kElements; ++v)
+      if (ties >> v & 1 && before[v / 4]++ < topk - found.above) chosen |= 1u << v;
+  }
+  count_before<THREADS>(chosen, before, scratch);
+#pragma unroll
+  for (int v = 0; v < kElements; ++v)
+    if (chosen >> v & 1) indices[before[v / 4]++] = (v / 4 * THREADS + threadIdx.x) * 4 + v % 4;
+}
+
+template <int THREADS>
+void launch(const SelectTask& task, cudaStream_t stream) {
+  narrow_kernel<THREADS><<<static_cast<unsigned>(task.rows.count), THREADS, 0, stream>>>(task);
+  check_launch("indexer selection of narrow rows");
+}
+
+}  // namespace
+
+void launch_narrow_selection(const SelectTask& task, cudaStream_t stream) {
+  if (task.key_count <= 128 * kElements) launch<128>(task, stream);
+  else if (task.key_count <= 256 * kElements) launch<256>(task, stream);
+  else launch<512>(task, stream);
+}
+
+}  // namespace sparse_cp_ops
