@@ -67,6 +67,13 @@ inline const char* dtype_name(ScalarType type) {
     case ScalarType::BFloat16: return "bfloat16";
     case ScalarType::Float: return "float32";
     case ScalarType::Double: return "float64";
+    case ScalarType::Float8_e4m3fn: return "float8_e4m3fn";
+    case ScalarType::Float8_e5m2: return "float8_e5m2";
+    case ScalarType::UInt16: return "uint16";
+    case ScalarType::UInt32: return "uint32";
+    case ScalarType::UInt64: return "uint64";
+    case ScalarType::ComplexFloat: return "complex64";
+    case ScalarType::ComplexDouble: return "complex128";
     default: return "another dtype";
   }
 }
@@ -149,6 +156,30 @@ inline void check_writable(const Tensor& t, const char* name) {
     SCO_CHECK(t.stride(best) >= reach, name, ": expected memory without overlap because it is written, got stride ",
               t.stride(best), " in dimension ", best, " of shape ", shape_string(t));
     reach = t.stride(best) * (t.size(best) - 1) + reach;
+  }
+}
+
+struct NamedTensor {
+  const char* name;
+  const Tensor& tensor;
+};
+
+// Bytes from the first to the last element; strides are never negative. 0 without elements.
+inline uintptr_t byte_extent(const Tensor& t) {
+  if (t.numel() == 0) return 0;
+  int64_t last = 0;
+  for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+  return static_cast<uintptr_t>(last + 1) * t.element_size();
+}
+
+// What an op writes must not lie among what it reads: rows are worked on in any order and would read each other's
+// results. Address ranges are compared, so views that interleave count as overlapping.
+inline void check_no_overlap(const Tensor& written, const char* name, std::initializer_list<NamedTensor> read) {
+  const auto begin = reinterpret_cast<uintptr_t>(written.data_ptr()), end = begin + byte_extent(written);
+  for (const auto& [read_name, t] : read) {
+    const auto start = reinterpret_cast<uintptr_t>(t.data_ptr());
+    SCO_CHECK(begin >= start + byte_extent(t) || start >= end, name,
+              ": expected memory of its own because it is written, got memory that overlaps ", read_name);
   }
 }
 

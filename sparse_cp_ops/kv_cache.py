@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from sparse_cp_ops.ops._types import require_ints
 
 MLA_RECORD_BYTES = 656
 INDEX_RECORD_BYTES = 132
@@ -44,8 +47,10 @@ class PagedKvCache:
             pin_memory: page-locked memory, for a cache on the CPU that a CUDA device copies from and to.
 
         Raises:
+            TypeError: a number that is no int.
             ValueError: an argument out of range.
         """
+        require_ints("PagedKvCache", num_layers=num_layers, num_pages=num_pages, page_size=page_size)
         for name, value in (("num_layers", num_layers), ("num_pages", num_pages)):
             if value < 1:
                 raise ValueError(f"PagedKvCache: {name}: expected at least 1, got {value}")
@@ -76,12 +81,35 @@ class PagedKvCache:
         :class:`~sparse_cp_ops.nn.MlaAttention` takes it in place of the whole cache. Layers that are compiled one by
         one then share their graphs, because none of them picks its pages by number.
         """
-        if not 0 <= layer_id < self.num_layers:
-            raise ValueError(f"PagedKvCache: layer_id: expected 0 to {self.num_layers - 1}, got {layer_id}")
+        self.require_layer(layer_id)
         alone = copy.copy(self)
         alone.num_layers, alone.indexer_layers = 1, (self.indexer_layers[layer_id],)
         alone.mla, alone.indexer = [self.mla[layer_id]], [self.indexer[layer_id]]
         return alone
+
+    def require_layer(self, layer_id: int) -> None:
+        """Refuse a number that is no layer; a negative one would count from the end.
+
+        Raises:
+            TypeError: no int.
+            ValueError: no layer of this cache.
+        """
+        require_ints("PagedKvCache", layer_id=layer_id)
+        if not 0 <= layer_id < self.num_layers:
+            raise ValueError(f"PagedKvCache: layer_id: expected 0 to {self.num_layers - 1}, got {layer_id}")
+
+    def require_pages(self, caller: str, pages: Sequence[int]) -> list[int]:
+        """The pages as ints, if this cache has all of them.
+
+        Raises:
+            TypeError: an entry that is no integer.
+            ValueError: an entry that is no page of this cache.
+        """
+        ids = page_ids(caller, pages)
+        for page in ids:
+            if not 0 <= page < self.num_pages:
+                raise ValueError(f"{caller}: pages: expected pages in [0, {self.num_pages}), got {page}")
+        return ids
 
     @property
     def page_bytes(self) -> int:
@@ -97,3 +125,18 @@ class PagedKvCache:
         """
         layout = (model, self.page_size, MLA_RECORD_BYTES, INDEX_RECORD_BYTES, self.indexer_layers)
         return hashlib.blake2b(repr(layout).encode(), digest_size=16).digest()
+
+
+def page_ids(caller: str, pages: Iterable[int]) -> list[int]:
+    """Page numbers as ints, from anything that counts as an integer: entries of tensors and arrays, too.
+
+    Raises:
+        TypeError: an entry that is no integer; it is named with the caller.
+    """
+    ids = []
+    for i, page in enumerate(pages):
+        try:
+            ids.append(operator.index(page))
+        except TypeError:
+            raise TypeError(f"{caller}: pages[{i}]: expected int, got {type(page).__name__}") from None
+    return ids

@@ -32,7 +32,7 @@ def misaligned(t: Tensor) -> Tensor:
 
 WRONG: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
     ("q_fp8", lambda t: t[0], "q_fp8: expected 3 dimensions, got 2"),
-    ("q_fp8", lambda t: t.view(torch.float8_e4m3fn), "q_fp8: expected dtype uint8, got another dtype"),
+    ("q_fp8", lambda t: t.view(torch.float8_e4m3fn), "q_fp8: expected dtype uint8, got float8_e4m3fn"),
     ("q_fp8", lambda t: t[..., :64], r"q_fp8: expected shape \[\*, \*, 128\], got \[4, 16, 64\]"),
     ("q_fp8", lambda t: t[:, :12], "q_fp8: expected 8, 16, 24, 32, 40, 48, 56 or 64 heads, got 12"),
     ("q_fp8", lambda t: t.repeat(1, 5, 1)[:, :72], "q_fp8: expected 8, .* or 64 heads, got 72"),

@@ -75,7 +75,12 @@ class FieldReader {
   std::string text(size_t i, const char* name) const {
     const py::object entry = fields_[i];
     if (!py::isinstance<py::str>(entry)) mistyped(i, name, "str", entry);
-    return entry.cast<std::string>();
+    try {
+      return entry.cast<std::string>();
+    } catch (const py::cast_error&) {  // a lone surrogate
+      throw py::value_error(where(i, name) + ": expected text that UTF-8 can encode, got " +
+                            std::string(py::repr(entry)));
+    }
   }
 
   PrefillCPConfig prefill_cp_config(size_t i, const char* name) const {
@@ -203,10 +208,21 @@ void bind_value_semantics(py::class_<Config>& type, Config (*from_state)(const p
       .def(py::pickle([](const Config& c) { return get_state(c); }, from_state));
 }
 
+// Every object starts as the default value, which its constructor frees and replaces. pybind11 would leave it without
+// one and show uninitialised memory to whoever reads it: after a bare __new__, or from a pickle without a state.
+template <class Config>
+PyObject* new_default(PyTypeObject* type, PyObject*, PyObject*) {
+  PyObject* self = py::detail::make_new_instance(type);
+  reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder().value_ptr() = new Config();
+  return self;
+}
+
 // Final and with Python's own metaclass: nothing to inherit, and the stub can say what they are.
 template <class Config>
 py::class_<Config> value_class(py::module_& m, const char* name, const char* doc) {
-  return py::class_<Config>(m, name, doc, py::is_final(), py::metaclass(reinterpret_cast<PyObject*>(&PyType_Type)));
+  return py::class_<Config>(
+      m, name, doc, py::is_final(), py::metaclass(reinterpret_cast<PyObject*>(&PyType_Type)),
+      py::custom_type_setup([](PyHeapTypeObject* heap_type) { heap_type->ht_type.tp_new = new_default<Config>; }));
 }
 
 using Object = const py::object&;  // an argument whose type is checked by FieldReader, which names it

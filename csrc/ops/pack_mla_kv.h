@@ -32,6 +32,8 @@ inline PackMlaKvParams prepare_pack_mla_kv(const Tensor& compressed_kv, const Te
   check_last_contiguous(records, "records");
   check_row_alignment(records, "records", kMlaRecordAlignment);
   check_writable(records, "records");
+  check_no_overlap(records, "records",
+                   {{like, compressed_kv}, {"k_pe", k_pe}, {"positions", positions}, {"cos_sin_cache", cos_sin_cache}});
   return {compressed_kv.data_ptr(),
           k_pe.data_ptr(),
           static_cast<uint8_t*>(records.data_ptr()),

@@ -51,6 +51,9 @@ inline QuantQKCall prepare_quant_q_k_cp(const Tensor& q, const Tensor& k, const 
   check_last_contiguous(k_records, "k_records");
   check_row_alignment(k_records, "k_records", kIndexRecordAlignment);
   check_writable(k_records, "k_records");
+  check_no_overlap(
+      k_records, "k_records",
+      {{"q", q}, {"k", k}, {"weights", weights}, {"positions", positions}, {"cos_sin_cache", cos_sin_cache}});
   const bool ue8m0 = check_scale_format(scale_format);
   const float absmax = static_cast<float>(q_absmax), scale = static_cast<float>(weight_scale);
   SCO_CHECK(absmax > 0.0f && absmax <= kFp8Max, "q_absmax: expected a value in (0, 448], got ", q_absmax);

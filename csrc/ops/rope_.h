@@ -27,6 +27,7 @@ inline RopeParams prepare_rope_(const Tensor& x, const Tensor& positions, const 
   else check_shape(x, "x", {kAny, table.dim});
   check_last_contiguous(x, "x");
   check_writable(x, "x");
+  check_no_overlap(x, "x", {{"positions", positions}, {"cos_sin_cache", cos_sin_cache}});
   return {x.data_ptr(),
           table,
           x.size(0),

@@ -143,13 +143,19 @@ inline SparseMlaCall prepare_sparse_mla_fp8_cp(const Tensor& q, const Tensor& kv
   return {params, out, lse};
 }
 
-// SPARSE_CP_OPS_CHECK=1: a listed position of a request that has no page, or a slot outside the cache, raises instead
-// of being skipped. All pointers it reads (indices, block_table, req_ids, kv_lens) must be host memory.
+// SPARSE_CP_OPS_CHECK=1: request ids and lengths out of range, a listed position of a request that has no page, or a
+// slot outside the cache raise instead of being skipped. All pointers it reads (indices, block_table, req_ids, kv_lens)
+// must be host memory.
 inline void check_sparse_mla_values(const SparseMlaParams& p) {
   const bool paged = p.paged;
   for (int64_t row = 0; row < p.rows; ++row) {
     const int64_t request = paged ? p.req_ids[row] : 0;
-    if (paged && (request < 0 || request >= p.requests)) continue;  // a pad row
+    SCO_CHECK(!paged || (request >= -1 && request < p.requests), "req_ids: row ", row,
+              ": expected -1 (a pad) or a request in [0, ", p.requests, "), got ", request);
+    if (request < 0) continue;
+    const int64_t capacity = p.table_width * p.page_size;
+    SCO_CHECK(!paged || (p.kv_lens[row] >= 0 && p.kv_lens[row] <= capacity), "kv_lens: row ", row, ", request ",
+              request, ": expected 0..", capacity, " (block table width * page_size), got ", p.kv_lens[row]);
     const int32_t* table = paged ? p.block_table + request * p.table_stride : nullptr;
     for (int64_t i = 0; i < p.topk; ++i) {
       const int32_t index = p.indices[row * p.indices_stride + i];
@@ -157,11 +163,8 @@ inline void check_sparse_mla_values(const SparseMlaParams& p) {
       if (mla_record_offset(p, index, paged ? p.kv_lens[row] : 0, table) >= 0) continue;
       SCO_CHECK(paged, "indices: row ", row, ", column ", i, ": expected a slot below ", p.num_pages * p.page_size,
                 ", got ", index);
-      const int64_t page = index / p.page_size;
-      SCO_CHECK(page < p.table_width, "indices: row ", row, ", request ", request,
-                ": expected a position inside the block table (", p.table_width * p.page_size, " tokens), got ", index);
       fail("block_table: request ", request, ", position ", index, ": expected a page in [0, ", p.num_pages, "), got ",
-           table[page]);
+           table[index / p.page_size]);
     }
   }
 }

@@ -64,6 +64,12 @@ inline void check_given_together(const char* group, std::initializer_list<bool> 
             count, " of ", given.size());
 }
 
+inline void check_caches_overlap_none(const Tensor& mla_cache, const std::optional<Tensor>& indexer_cache,
+                                      std::initializer_list<NamedTensor> read) {
+  check_no_overlap(mla_cache, "mla_cache", read);
+  if (indexer_cache.has_value()) check_no_overlap(*indexer_cache, "indexer_cache", read);
+}
+
 inline WriteKvCacheParams prepare_write_kv_cache(const Tensor& mla_records, const std::optional<Tensor>& k_records,
                                                  const std::optional<Tensor>& req_ids,
                                                  const std::optional<Tensor>& positions,
@@ -96,10 +102,13 @@ inline WriteKvCacheParams prepare_write_kv_cache(const Tensor& mla_records, cons
     check_writable(*indexer_cache, "indexer_cache");
     p.indexer_cache = static_cast<uint8_t*>(indexer_cache->data_ptr());
     p.indexer_page_stride = indexer_cache->stride(0);
+    check_caches_overlap_none(mla_cache, indexer_cache, {{"k_records", *k_records}});
   }
+  check_caches_overlap_none(mla_cache, indexer_cache, {{like, mla_records}});
   if (slots.has_value()) {
     check_tensor(*slots, "slots", mla_records, like, ScalarType::Long, {p.rows});
     check_contiguous(*slots, "slots");
+    check_caches_overlap_none(mla_cache, indexer_cache, {{"slots", *slots}});
     p.slots = static_cast<const int64_t*>(slots->data_ptr());
     return p;
   }
@@ -109,6 +118,8 @@ inline WriteKvCacheParams prepare_write_kv_cache(const Tensor& mla_records, cons
   check_contiguous(*req_ids, "req_ids");
   check_contiguous(*positions, "positions");
   check_last_contiguous(*block_table, "block_table");
+  check_caches_overlap_none(mla_cache, indexer_cache,
+                            {{"req_ids", *req_ids}, {"positions", *positions}, {"block_table", *block_table}});
   p.req_ids = static_cast<const int32_t*>(req_ids->data_ptr());
   p.positions = static_cast<const int32_t*>(positions->data_ptr());
   p.block_table = static_cast<const int32_t*>(block_table->data_ptr());

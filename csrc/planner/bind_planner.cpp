@@ -20,6 +20,9 @@ using Int32Array = py::array_t<int32_t>;
 Lengths lengths(const Int32Array& array, const char* name, int64_t requests) {
   if (array.ndim() != 1 || array.shape(0) != requests)
     throw py::value_error(std::string(name) + ": expected shape [" + std::to_string(requests) + "]");
+  if (requests && array.strides(0) % static_cast<int64_t>(sizeof(int32_t)))
+    throw py::value_error(std::string(name) + ": expected a stride of whole elements, got " +
+                          std::to_string(array.strides(0)) + " bytes");
   return {array.data(), requests ? array.strides(0) / static_cast<int64_t>(sizeof(int32_t)) : 0};
 }
 
@@ -31,8 +34,8 @@ py::tuple plan_requests_binding(const Int32Array& new_lens, const Int32Array& pr
   const int64_t requests = new_lens.size();
   const PlanArguments arguments{
       cp_rank, cp_size, split, page_size, table_width.value_or(kUnlimited), max_positions.value_or(kUnlimited)};
-  const PlanSizes sizes = plan_requests(lengths(new_lens, "new_lens", requests),
-                                        lengths(prefix_lens, "prefix_lens", requests), requests, arguments);
+  const Lengths fresh = lengths(new_lens, "new_lens", requests);
+  const PlanSizes sizes = plan_requests(fresh, lengths(prefix_lens, "prefix_lens", requests), requests, arguments);
   return py::make_tuple(sizes.local_rows, sizes.total_tokens, sizes.kv_work);
 }
 

@@ -27,9 +27,10 @@ void check_request(int64_t request, int64_t prefix_len, int64_t new_len, const P
   if (a.max_positions != kUnlimited && kv_len > a.max_positions)
     fail("request ", request, ": expected prefix_len + new_len <= max_positions = ", a.max_positions, ", got ",
          prefix_len, " + ", new_len);
-  if (a.table_width != kUnlimited && kv_len > a.table_width * a.page_size)
-    fail("block_table: expected at least ", (kv_len + a.page_size - 1) / a.page_size, " columns for the ", prefix_len,
-         " + ", new_len, " tokens of request ", request, " with page_size ", a.page_size, ", got ", a.table_width);
+  const int64_t pages = (kv_len + a.page_size - 1) / a.page_size;
+  if (a.table_width != kUnlimited && pages > a.table_width)
+    fail("block_table: expected at least ", pages, " columns for the ", prefix_len, " + ", new_len,
+         " tokens of request ", request, " with page_size ", a.page_size, ", got ", a.table_width);
 }
 
 }  // namespace

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from sparse_cp_ops.kv_cache import page_ids
+from sparse_cp_ops.ops._types import require_ints
 
 Tokens = Sequence[int] | Tensor
 
@@ -27,14 +31,30 @@ def page_keys(tokens: Tokens, page_size: int, fingerprint: bytes = b"") -> list[
 
     Returns:
         128-bit keys (blake2b), ``len(tokens) // page_size`` of them.
+
+    Raises:
+        TypeError: token ids that are no integers: rounded ones would find the pages of other tokens.
+        ValueError: more than one dimension, an id beyond int64, or a page size below 1.
     """
-    ids = np.asarray(tokens.cpu() if isinstance(tokens, Tensor) else tokens, dtype="<i8")
+    require_ints("page_keys", page_size=page_size)
+    if page_size < 1:
+        raise ValueError(f"page_keys: page_size: expected at least 1, got {page_size}")
+    ids = _token_ids(tokens)
     key = hashlib.blake2b(repr((fingerprint, page_size)).encode(), digest_size=16).digest()
     keys = []
     for end in range(page_size, len(ids) + 1, page_size):
         key = hashlib.blake2b(key + ids[end - page_size : end].tobytes(), digest_size=16).digest()
         keys.append(key)
     return keys
+
+
+def _token_ids(tokens: Tokens) -> NDArray[np.int64]:
+    given = np.asarray(tokens.detach().cpu() if isinstance(tokens, Tensor) else tokens)
+    if given.ndim != 1:
+        raise ValueError(f"tokens: expected 1 dimension, got {given.ndim} (shape {list(given.shape)})")
+    if given.dtype.kind not in "iu" and len(given):
+        raise TypeError(f"tokens: expected integers of at most 64 bits, got {given.dtype}")
+    return given.astype("<i8")
 
 
 class PrefixCache:
@@ -52,7 +72,16 @@ class PrefixCache:
             num_pages: pages of the cache.
             page_size: tokens a page.
             fingerprint: of the model and of the cache's layout, so that keys of different models never meet.
+
+        Raises:
+            TypeError: a number that is no int.
+            ValueError: fewer than 0 pages or a page without tokens.
         """
+        require_ints("PrefixCache", num_pages=num_pages, page_size=page_size)
+        if num_pages < 0:
+            raise ValueError(f"PrefixCache: num_pages: expected at least 0, got {num_pages}")
+        if page_size < 1:
+            raise ValueError(f"PrefixCache: page_size: expected at least 1, got {page_size}")
         self.page_size = page_size
         self.fingerprint = fingerprint
         self._free = deque(range(num_pages))
@@ -91,7 +120,12 @@ class PrefixCache:
 
         Raises:
             OutOfPagesError: fewer are available; nothing is taken then.
+            TypeError: the count is no int.
+            ValueError: the count is negative.
         """
+        require_ints("PrefixCache.allocate", count=count)
+        if count < 0:
+            raise ValueError(f"PrefixCache.allocate: count: expected at least 0, got {count}")
         if count > self.available:
             raise OutOfPagesError(
                 f"PrefixCache.allocate: count: expected at most {self.available} (the pages that no request holds), "
@@ -112,22 +146,30 @@ class PrefixCache:
         Args:
             tokens: a request's tokens, from the first on, as many as the cache holds.
             pages: its pages in order, held by the caller.
+
+        Raises:
+            TypeError: tokens or pages that are no integers.
+            ValueError: too few pages, or pages that nobody holds.
         """
-        keys = self.page_keys(tokens)
-        if len(pages) < len(keys):
-            raise ValueError(f"PrefixCache.insert: pages: expected at least {len(keys)}, got {len(pages)}")
-        for page in pages[: len(keys)]:
-            self._require_held("insert", page)
-        for key, page in zip(keys, pages, strict=False):
+        keys, given = self.page_keys(tokens), page_ids("PrefixCache.insert", pages)
+        if len(given) < len(keys):
+            raise ValueError(f"PrefixCache.insert: pages: expected at least {len(keys)}, got {len(given)}")
+        del given[len(keys) :]
+        self._require_held("insert", dict.fromkeys(given, 1))
+        for key, page in zip(keys, given, strict=True):
             if key not in self._page_of and page not in self._key_of:
                 self._page_of[key] = page
                 self._key_of[page] = key
 
     def release(self, pages: Iterable[int]) -> None:
-        """Stop holding pages from :meth:`match_prefix` or :meth:`allocate`, given in the order of their tokens."""
-        given = list(pages)
-        for page in given:
-            self._require_held("release", page)
+        """Stop holding pages from :meth:`match_prefix` or :meth:`allocate`, given in the order of their tokens.
+
+        Raises:
+            TypeError: an entry that is no integer; nothing is released then.
+            ValueError: a page that is not held, or not as often as it is given; nothing is released then.
+        """
+        given = page_ids("PrefixCache.release", pages)
+        self._require_held("release", Counter(given))
         # From the end: of a chain of pages the last is then given away first, a chain without its head is useless.
         for page in reversed(given):
             self._holders[page] -= 1
@@ -138,9 +180,12 @@ class PrefixCache:
             else:
                 self._free.append(page)
 
-    def _require_held(self, caller: str, page: int) -> None:
-        if not 0 <= page < len(self._holders) or not self._holders[page]:
-            raise ValueError(f"PrefixCache.{caller}: pages: expected pages that are held, got {page}")
+    def _require_held(self, caller: str, times: Mapping[int, int]) -> None:
+        """Every page by as many requests as it says."""
+        for page, count in times.items():
+            if not 0 <= page < len(self._holders) or self._holders[page] < count:
+                often = f" {count} times" if count > 1 else ""
+                raise ValueError(f"PrefixCache.{caller}: pages: expected pages that are held, got {page}{often}")
 
     def _evict(self) -> int:
         page, _ = self._kept.popitem(last=False)

@@ -23,6 +23,7 @@ from torch import Tensor
 from sparse_cp_ops import ops
 from sparse_cp_ops.cache_store.prefix_cache import Tokens, page_keys
 from sparse_cp_ops.kv_cache import PagedKvCache
+from sparse_cp_ops.ops._types import require_ints
 
 if TYPE_CHECKING:
     from sparse_cp_ops.nn.inputs import AttentionInputs
@@ -54,8 +55,12 @@ class CacheStore:
             model: what the bytes depend on besides the layout, see :meth:`PagedKvCache.layout_fingerprint`.
 
         Raises:
+            TypeError: the cache or the budget has the wrong type.
             ValueError: the budget is below one page.
         """
+        if not isinstance(cache, PagedKvCache):
+            raise TypeError(f"CacheStore: cache: expected a PagedKvCache, got {type(cache).__name__}")
+        require_ints("CacheStore", budget_bytes=budget_bytes)
         self.cache = cache
         self.fingerprint = cache.layout_fingerprint(model)
         num_slots = budget_bytes // cache.page_bytes
@@ -101,10 +106,17 @@ class CacheStore:
 
         Returns:
             How many pages were restored.
+
+        Raises:
+            ValueError: too few pages, pages outside the cache, or one page twice.
+            RuntimeError: the store is closed.
         """
         self._require_open()
+        pages = self.cache.require_pages("CacheStore.read", pages)
         if len(pages) < len(keys):
             raise ValueError(f"CacheStore.read: pages: expected at least {len(keys)}, got {len(pages)}")
+        if len(set(pages)) < len(pages):
+            raise ValueError(f"CacheStore.read: pages: expected different pages, got {pages}")
         slots: list[int] = []
         for key in keys[: self.match(keys)]:
             entry = self._entries[key]
@@ -138,8 +150,13 @@ class CacheStore:
         Args:
             keys: of pages that the running forward completes.
             pages: their device pages.
+
+        Raises:
+            ValueError: another number of pages than of keys, or pages outside the cache.
+            RuntimeError: the store is closed.
         """
         self._require_open()
+        pages = self.cache.require_pages("CacheStore.writer", pages)
         if len(keys) != len(pages):
             raise ValueError(f"CacheStore.writer: pages: expected {len(keys)} as keys, got {len(pages)}")
         self.poll()
@@ -259,8 +276,14 @@ class CacheWriter:
         self._give_back.atexit = False
 
     def write_layer(self, layer_id: int) -> None:
-        """Copy both caches of a layer, behind the writes that the current stream has been given."""
+        """Copy both caches of a layer, behind the writes that the current stream has been given.
+
+        Raises:
+            ValueError: no layer of the cache.
+            RuntimeError: the writer is finished, or the store closed.
+        """
         store, cache = self._store, self._store.cache
+        cache.require_layer(layer_id)
         store._require_open()
         if not self._give_back.alive:
             raise RuntimeError("CacheWriter: the writer is finished")

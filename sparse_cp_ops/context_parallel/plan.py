@@ -28,6 +28,13 @@ class PlanLease:
     planner_id: int
     current: bool = True
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "PlanLease":
+        return self  # a copied plan becomes stale together with the original
+
+    def __reduce__(self) -> tuple[type["PlanLease"], tuple[int, bool]]:
+        # Nobody could end the lease of a plan from a pickle: it is stale from the start.
+        return PlanLease, (self.planner_id, False)
+
 
 @dataclass(frozen=True, eq=False)
 class CpPlan:

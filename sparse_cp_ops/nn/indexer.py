@@ -126,6 +126,7 @@ class Indexer(nn.Module):
             ValueError: a missing or stale plan, or a layer without indexer pages.
         """
         plan = require_current(plan)
+        cache.require_layer(layer_id)
         pages, block_table = cache.indexer[layer_id], plan.block_table
         if pages is None or block_table is None:
             missing = "indexer pages in the cache" if pages is None else "a block table in the plan"

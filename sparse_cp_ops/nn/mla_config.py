@@ -15,6 +15,7 @@ INDEX_HEAD_DIM = 128
 # Head counts of the attention kernels; MlaAttention pads other counts to the next one.
 ATTENTION_HEADS = (8, 16, 32, 64, 128)
 MAX_TOPK = 2048
+MIN_WORKSPACE = 1 << 20  # bytes that the top-k op needs whatever the shape
 # Largest |value| of the encoded indexer queries. With 448 the half-precision sum over 128 products could overflow.
 Q_ABSMAX = {"fp32": 448.0, "f16": 0.875}
 
@@ -36,13 +37,14 @@ class YarnScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        if self.factor <= 0:
-            raise ValueError(f"YarnScaling: factor: expected a number > 0, got {self.factor}")
-        if self.original_max_position_embeddings <= 0:
-            raise ValueError(
-                "YarnScaling: original_max_position_embeddings: expected a number > 0, "
-                f"got {self.original_max_position_embeddings}"
-            )
+        for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
+            value = getattr(self, name)
+            if not _is_number(value) or value <= 0:
+                raise ValueError(f"YarnScaling: {name}: expected a finite number > 0, got {value!r}")
+        for name in ("mscale", "mscale_all_dim", "attention_factor"):
+            value = getattr(self, name)
+            if value is not None and not _is_number(value):
+                raise ValueError(f"YarnScaling: {name}: expected a finite number or None, got {value!r}")
 
     def softmax_factor(self) -> float:
         """What YaRN multiplies the softmax scale by: the square of ``0.1 * mscale_all_dim * ln(factor) + 1``."""
@@ -138,7 +140,12 @@ class MlaConfig:
             f"a multiple of 64 up to {MAX_TOPK}",
             self.index_topk,
         )
-        _require(self.page_size in PAGE_SIZES, "page_size", f"one of {PAGE_SIZES}", self.page_size)
+        _require(
+            _is_int(self.page_size, 1) and self.page_size in PAGE_SIZES,
+            "page_size",
+            f"one of {PAGE_SIZES}",
+            self.page_size,
+        )
         _require(self.scale_format in ("ue8m0", "fp32"), "scale_format", "'ue8m0' or 'fp32'", self.scale_format)
         _require(self.precision in Q_ABSMAX, "precision", "'fp32' or 'f16'", self.precision)
         _require(
@@ -147,8 +154,26 @@ class MlaConfig:
             "'high' or 'fp8'",
             self.attention_precision,
         )
-        _require(_is_int(self.workspace_bytes, 0), "workspace_bytes", "an int >= 0", self.workspace_bytes)
-        _require(self.softmax_scale > 0, "softmax_scale", "a number > 0", self.softmax_scale)
+        _require(
+            _is_int(self.workspace_bytes, 0) and (self.workspace_bytes == 0 or self.workspace_bytes >= MIN_WORKSPACE),
+            "workspace_bytes",
+            f"0 or an int >= {MIN_WORKSPACE}",
+            self.workspace_bytes,
+        )
+        for name in ("softmax_scale", "rope_theta"):
+            value = getattr(self, name)
+            _require(_is_number(value) and value > 0, name, "a finite number > 0", value)
+        _require(
+            _is_number(self.rms_norm_eps) and self.rms_norm_eps >= 0,
+            "rms_norm_eps",
+            "a finite number >= 0",
+            self.rms_norm_eps,
+        )
+        for name in ("attention_bias", "indexer_interleaved", "quantise"):
+            _require(isinstance(getattr(self, name), bool), name, "a bool", getattr(self, name))
+        _require(self.yarn is None or isinstance(self.yarn, YarnScaling), "yarn", "a YarnScaling or None", self.yarn)
+        # A list would make the config unhashable.
+        _require(isinstance(self.indexer_types, tuple), "indexer_types", "a tuple", self.indexer_types)
         if self.indexer_types:
             types = self.indexer_types
             _require(len(types) == self.num_layers, "indexer_types", f"{self.num_layers} entries", len(types))
@@ -247,6 +272,10 @@ def _rope_from_hf(config: Any) -> tuple[float, YarnScaling | None]:
 
 def _is_int(value: object, minimum: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _require(holds: bool, name: str, expected: str, got: object) -> None:

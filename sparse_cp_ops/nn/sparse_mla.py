@@ -162,6 +162,7 @@ class SparseMlaFp8CPOp(nn.Module):
             raise ValueError("pending: expected a write that was started with this plan")
         if cache.page_size != plan.page_size:
             raise ValueError(f"cache: expected page_size {plan.page_size} as in the plan, got {cache.page_size}")
+        cache.require_layer(layer_id)
         records = pending.records
         mla, index = records.mla.unsqueeze(0), None if records.index is None else records.index.unsqueeze(0)
         if records.gather is not None:
@@ -199,6 +200,7 @@ class SparseMlaFp8CPOp(nn.Module):
         plan = require_current(plan)
         if topk_indices is None:
             raise ValueError("topk_indices: expected the picks of this or of an earlier layer, got None")
+        cache.require_layer(layer_id)
         # Few rows want their keys split over the row count, which costs batch invariance.
         batch_invariant = plan.is_prefill or torch.are_deterministic_algorithms_enabled()
         return ops.sparse_mla_fp8_cp(

@@ -1,6 +1,7 @@
 import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_tensors
 
 
@@ -28,6 +29,6 @@ def dequantize_kv(kv_cache: Tensor, slots: Tensor) -> Tensor:
     return out
 
 
-@torch.library.register_fake("sparse_cp_ops::dequantize_kv")
+@register_fake("dequantize_kv")
 def _fake(kv_cache: Tensor, slots: Tensor) -> Tensor:
     return kv_cache.new_empty((slots.shape[0], 576), dtype=torch.bfloat16)

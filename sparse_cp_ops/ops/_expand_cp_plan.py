@@ -3,6 +3,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_ints, require_strs, require_tensors
 
 
@@ -55,7 +56,7 @@ def expand_cp_plan(
     return CpPlanRows(*rows)
 
 
-@torch.library.register_fake("sparse_cp_ops::expand_cp_plan")
+@register_fake("expand_cp_plan")
 def _fake(
     request_table: Tensor, cp_rank: int, cp_size: int, split: str, local_rows: int, total_tokens: int
 ) -> tuple[Tensor, ...]:

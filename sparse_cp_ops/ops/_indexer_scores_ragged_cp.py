@@ -1,6 +1,7 @@
 import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_ints, require_strs, require_tensors
 
 
@@ -58,7 +59,7 @@ def indexer_scores_ragged_cp(
     return scores
 
 
-@torch.library.register_fake("sparse_cp_ops::indexer_scores_ragged_cp")
+@register_fake("indexer_scores_ragged_cp")
 def _fake(
     q_fp8: Tensor,
     q_weights: Tensor,

@@ -1,6 +1,7 @@
 import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_ints, require_strs, require_tensors
 
 
@@ -60,7 +61,7 @@ def indexer_topk_ragged_cp(
     return indices
 
 
-@torch.library.register_fake("sparse_cp_ops::indexer_topk_ragged_cp")
+@register_fake("indexer_topk_ragged_cp")
 def _fake(
     q_fp8: Tensor,
     q_weights: Tensor,

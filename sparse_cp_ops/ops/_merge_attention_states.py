@@ -1,6 +1,7 @@
 import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_tensors
 
 
@@ -28,6 +29,6 @@ def merge_attention_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-@torch.library.register_fake("sparse_cp_ops::merge_attention_states")
+@register_fake("merge_attention_states")
 def _fake(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])

@@ -1,6 +1,7 @@
 import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_bools, require_strs, require_tensors
 
 
@@ -49,7 +50,7 @@ def pack_mla_kv(
     )
 
 
-@torch.library.register_fake("sparse_cp_ops::pack_mla_kv")
+@register_fake("pack_mla_kv")
 def _fake(
     compressed_kv: Tensor,
     k_pe: Tensor,

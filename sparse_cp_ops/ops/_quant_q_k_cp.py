@@ -1,6 +1,7 @@
 import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_bools, require_floats, require_strs, require_tensors
 
 
@@ -64,7 +65,7 @@ def quant_q_k_cp(
     return q_fp8, q_weights
 
 
-@torch.library.register_fake("sparse_cp_ops::quant_q_k_cp")
+@register_fake("quant_q_k_cp")
 def _fake(
     q: Tensor,
     k: Tensor,

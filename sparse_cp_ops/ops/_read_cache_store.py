@@ -1,6 +1,7 @@
 import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_optional_tensors, require_tensors
 
 
@@ -38,7 +39,7 @@ def read_cache_store(
     )
 
 
-@torch.library.register_fake("sparse_cp_ops::read_cache_store")
+@register_fake("read_cache_store")
 def _fake(
     mla_store: Tensor,
     indexer_store: Tensor | None,

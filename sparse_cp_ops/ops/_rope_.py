@@ -1,6 +1,7 @@
 import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_bools, require_tensors
 
 
@@ -28,6 +29,6 @@ def rope_(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool
     torch.ops.sparse_cp_ops.rope_.default(x, positions, cos_sin_cache, interleaved)
 
 
-@torch.library.register_fake("sparse_cp_ops::rope_")
+@register_fake("rope_")
 def _fake(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool) -> None:
     return None

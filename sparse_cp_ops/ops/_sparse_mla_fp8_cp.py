@@ -1,6 +1,7 @@
 import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import (
     require_bools,
     require_floats,
@@ -57,8 +58,8 @@ def sparse_mla_fp8_cp(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: dtype, device, shape, stride or value does not fit. With SPARSE_CP_OPS_CHECK=1 also a listed
-            position below ``kv_lens`` that has no page, or a slot outside the cache.
+        ValueError: dtype, device, shape, stride or value does not fit. With SPARSE_CP_OPS_CHECK=1 also request ids and
+            lengths out of range, a listed position below ``kv_lens`` that has no page, or a slot outside the cache.
         RuntimeError: an argument requires grad in grad mode.
     """
     require_tensors("sparse_mla_fp8_cp", q=q, kv_cache=kv_cache, indices=indices)
@@ -72,7 +73,7 @@ def sparse_mla_fp8_cp(
     return out, lse
 
 
-@torch.library.register_fake("sparse_cp_ops::sparse_mla_fp8_cp")
+@register_fake("sparse_mla_fp8_cp")
 def _fake(
     q: Tensor,
     kv_cache: Tensor,

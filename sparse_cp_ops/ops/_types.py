@@ -18,10 +18,12 @@ def require_optional_tensors(op: str, **arguments: Any) -> None:
 
 
 def require_ints(op: str, **arguments: Any) -> None:
-    """Raise TypeError unless every argument is an int (a bool is none)."""
+    """Raise TypeError unless every argument is an int (a bool is none), ValueError unless it has at most 64 bits."""
     for name, value in arguments.items():
         if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
             raise TypeError(f"{op}: {name}: expected int, got {type(value).__name__}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{op}: {name}: expected a 64-bit int, got {value}")
 
 
 def require_floats(op: str, **arguments: Any) -> None:
@@ -39,7 +41,9 @@ def require_bools(op: str, **arguments: Any) -> None:
 
 
 def require_strs(op: str, **arguments: Any) -> None:
-    """Raise TypeError unless every argument is a str."""
+    """Raise TypeError unless every argument is a str, ValueError where C++ could not take it or show it."""
     for name, value in arguments.items():
         if not isinstance(value, str):
             raise TypeError(f"{op}: {name}: expected str, got {type(value).__name__}")
+        if not value.isprintable():
+            raise ValueError(f"{op}: {name}: expected printable text, got {value!r}")

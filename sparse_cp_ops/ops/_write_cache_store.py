@@ -1,6 +1,7 @@
 import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_optional_tensors, require_tensors
 
 
@@ -44,7 +45,7 @@ def write_cache_store(
     )
 
 
-@torch.library.register_fake("sparse_cp_ops::write_cache_store")
+@register_fake("write_cache_store")
 def _fake(
     mla_cache: Tensor,
     indexer_cache: Tensor | None,

@@ -1,6 +1,7 @@
 import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_optional_tensors, require_tensors
 
 
@@ -55,7 +56,7 @@ def write_kv_cache(
     )
 
 
-@torch.library.register_fake("sparse_cp_ops::write_kv_cache")
+@register_fake("write_kv_cache")
 def _fake(
     mla_records: Tensor,
     k_records: Tensor | None,
