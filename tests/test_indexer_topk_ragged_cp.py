@@ -224,3 +224,10 @@ def test_peak_memory_within_the_workspace(device: str, rows: int, keys: int, hea
     case = random_case([(0, keys - rows + r) for r in range(rows)], heads)
     used = temporary_bytes(case, 2048, device, workspace_mib * MIB)
     assert 0 < used <= workspace_mib * MIB
+
+
+def test_long_context_within_64_mib(device: str) -> None:
+    """1024 rows x 65,536 keys, whose scores alone would take 256 MiB: the same picks as with room for everything."""
+    case = random_case([(0, 64_513 + r) for r in range(1024)], heads=8)
+    assert 0 < temporary_bytes(case, 2048, device, 64 * MIB) <= 64 * MIB
+    assert torch.equal(topk_of(case, 2048, device, 64 * MIB), topk_of(case, 2048, device, 2048 * MIB))
