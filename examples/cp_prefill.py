@@ -100,12 +100,17 @@ def show(checks: list[Check], console: Console) -> None:
             f"{check.prefix_hit}",
             f"{check.ranks}",
             f"{check.seconds:.2f}",
-            f"{check.to_one_process:.1e}",
+            f"{check.to_one_process:.1e}" if check.to_one_process else "0",
             f"{check.to_transformers:.1e}",
             f"{check.bound_transformers:.1e}",
             "[green]yes[/green]" if check.ok else "[bold red]NO[/bold red]",
         )
     console.print(table)
+    unexplained, bound = max((check.beyond_fp8, check.bound_beyond_fp8) for check in checks)
+    console.print(
+        f"FP8 latents in transformers explain all but {unexplained:.2%} of the logits' norm; "
+        f"bf16 inputs of the kernels may account for {bound:.2%}."
+    )
     for check in checks:
         if check.note:
             console.print(f"{check.title}: {check.note}.", highlight=False)

@@ -114,6 +114,7 @@ def test_demo_refuses_a_text_that_is_too_short(tmp_path: Path, capsys: pytest.Ca
         {"to_transformers": 0.3},
         {"to_transformers": float("nan")},
         {"same_picks": False},
+        {"beyond_fp8": 1e-3},
     ],
 )
 def test_demo_fails_if_one_difference_is_over_its_bound(

@@ -296,6 +296,13 @@ def test_an_empty_batch_gives_an_empty_result(device: str) -> None:
     assert picks.shape == (0, TOPK)
 
 
+def test_norms_of_small_activations_have_the_epsilon_of_the_models(device: str) -> None:
+    theirs = Theirs("glm_moe_dsa", rms_norm_eps=1e-5)  # transformers' latent norms keep 1e-6
+    hidden = hidden_states(TOPK) * 1e-3  # variance 1e-6: an epsilon of 1e-5 would halve the latents twice
+    out, _ = theirs.ours(device, quantise=False)(hidden)
+    torch.testing.assert_close(out, theirs(hidden)[0], atol=2e-5, rtol=0)
+
+
 @pytest.mark.parametrize("quantise", [False, True])
 def test_attention_bias(quantise: bool, device: str) -> None:
     theirs = Theirs("deepseek_v32", attention_bias=True)
@@ -318,6 +325,8 @@ def test_refusals() -> None:
             ours.layer(hidden, ours.cache, ours.impl, stale)
         with pytest.raises(ValueError, match="plan: expected the CpPlan"):
             ours.layer(hidden, ours.cache, ours.impl, None)
+        with pytest.raises(ValueError, match=r"hidden: expected shape \[4, 128\] \(the plan's rows\), got \[3, 128\]"):
+            ours.layer(hidden[:3], ours.cache, ours.impl, plan)
         with pytest.raises(ValueError, match="cache: expected a PagedKvCache, got UnquantisedKvCache"):
             ours.layer(hidden, UnquantisedKvCache(2, 4), ours.impl, plan)
         plain = Theirs("deepseek_v32").ours(quantise=False)

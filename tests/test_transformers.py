@@ -221,6 +221,13 @@ def test_refusals() -> None:
         sparse.prefill([[1]], logits="none")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="new_tokens: expected 2 as requests, got 1"):
         sparse.decode([Request(), Request()], [1])
+    requests, _ = sparse.prefill([[1], [2]])
+    with pytest.raises(ValueError, match="expected each request once"):
+        sparse.decode([requests[0], requests[0]], [1, 2])
+    sparse.release(requests)
+    sparse.release(requests)  # again: nothing left to give back
+    with pytest.raises(ValueError, match="got one that was released"):
+        sparse.decode(requests, [1, 2])
     with pytest.raises(ValueError, match="1024"):
         sparse_of(model, num_pages=128).prefill([[1] * 1025])
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}

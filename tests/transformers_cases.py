@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from sparse_cp_ops.config import CPRotateMethod, ParallelismConfig, PrefillCPConfig
-from sparse_cp_ops.context_parallel.collectives import CpGroup
+from sparse_cp_ops.context_parallel.collectives import CpGroup, gather_hidden_states, take_local_rows
 from sparse_cp_ops.context_parallel.plan import CpPlan
 from sparse_cp_ops.integrations.transformers import SparseCpModel
-from sparse_cp_ops.nn import AttentionInputs, MlaAttention, MlaConfig, PagedKvCache, get_mla_impl
+from sparse_cp_ops.nn import AttentionInputs, MlaAttention, PagedKvCache, get_mla_impl
 
 PAGE = 16
 TOPK = 64
@@ -165,41 +165,33 @@ def short_prompts_run_on_every_rank(group: CpGroup) -> None:
 
 def compiled_layer(group: CpGroup) -> None:
     """The whole layer in one graph under context parallelism, in prefill and with every head mode of decode."""
-    theirs = attentions_of(model_of())[1]
+    weights = attentions_of(model_of())[1].state_dict()
+    table = torch.arange(32, dtype=torch.int32).view(2, 16)
+    prefills = (([70, 3], [0, 0], True), ([41, 66], [70, 3], True))
     for decode_mode in ("replicated", "head_slice", "batch_slice"):
         torch._dynamo.reset()
-        parallelism = sparse_of(model_of(num_hidden_layers=2), group, decode_mode=decode_mode)
-        config: MlaConfig = parallelism.config
-        impl = parallelism.impl
-        layer = MlaAttention(config, 1, impl.planner.parallelism_config, group.process_group)
-        layer.load_state_dict(theirs.state_dict())
-        layer.double()
-        one, one_impl = MlaAttention(config, 1), get_mla_impl(config, ParallelismConfig())
-        one.load_state_dict(theirs.state_dict())
-        one.double()
+        impl = sparse_of(model_of(num_hidden_layers=2), group, decode_mode=decode_mode).impl
+        config, parallelism = impl.mla_config, impl.planner.parallelism_config
+        layer = MlaAttention(config, 1, parallelism, group.process_group, dtype=torch.float64)
+        one, one_impl = MlaAttention(config, 1, dtype=torch.float64), get_mla_impl(config, ParallelismConfig())
+        for module in (layer, one):
+            module.load_state_dict(weights)
         caches = [PagedKvCache(2, 32, PAGE) for _ in range(2)]
-        table = torch.arange(32, dtype=torch.int32).view(2, 16)
         counter = CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(layer, fullgraph=True, backend=counter)
-        with torch.no_grad():
-            for new, prefix, is_prefill in (
-                ([70, 3], [0, 0], True),
-                ([41, 66], [70, 3], True),
-                ([1, 1], [111, 69], False),
-            ):
-                lens = [torch.tensor(values, dtype=torch.int32) for values in (new, prefix)]
-                inputs = AttentionInputs(is_prefill, lens[0], lens[1], table)
-                plan, one_plan = impl.prepare(inputs), one_impl.prepare(inputs)
-                assert plan.use_cp == is_prefill
-                hidden = torch.randn(sum(new), 128, dtype=torch.float64)
-                own = hidden[plan.token_ids.clamp(min=0)] if plan.use_cp else hidden
-                out, _ = compiled(own, caches[0], impl, plan)
+        for new, prefix, is_prefill in (*prefills, ([1, 1], [111, 69], False)):
+            new_lens, prefix_lens = (torch.tensor(values, dtype=torch.int32) for values in (new, prefix))
+            inputs = AttentionInputs(is_prefill, new_lens, prefix_lens, table)
+            plan, one_plan = impl.prepare(inputs), one_impl.prepare(inputs)
+            assert plan.use_cp == is_prefill
+            hidden = torch.randn(sum(new), 128, dtype=torch.float64)
+            # Prefill is compiled once; the other decode modes only differ in decode.
+            run = compiled if decode_mode == "replicated" or not is_prefill else layer
+            with torch.no_grad():
+                out, _ = run(take_local_rows(hidden, plan) if plan.use_cp else hidden, caches[0], impl, plan)
                 expected, _ = one(hidden, caches[1], one_impl, one_plan)
-                if plan.use_cp:
-                    close(out[plan.token_ids >= 0], expected[plan.token_ids[plan.token_ids >= 0]])
-                else:
-                    close(out, expected)
-                assert torch.equal(caches[0].mla[1], caches[1].mla[1])
+            close(gather_hidden_states(out, plan, group), expected)
+            assert torch.equal(caches[0].mla[1], caches[1].mla[1])
         assert counter.frame_count <= 3
 
 

@@ -52,11 +52,13 @@ class Request:
         tokens: the tokens whose keys are in the cache, from the first on.
         pages: their pages in order, held until :meth:`SparseCpModel.release`.
         prefix_hit: how many of the prompt's tokens an earlier request had computed.
+        released: whether it has ended; its pages may hold other tokens by now.
     """
 
     tokens: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     prefix_hit: int = 0
+    released: bool = False
 
 
 @dataclass(frozen=True)
@@ -227,11 +229,12 @@ class SparseCpModel:
     def release(self, requests: Sequence[Request]) -> None:
         """End requests. Their full pages stay in the cache until their room is needed, for prompts that begin alike."""
         for request in requests:
-            self.prefix_cache.insert(request.tokens, request.pages)
-            self.prefix_cache.release(request.pages)
-            request.pages = []
+            if not request.released:
+                self.prefix_cache.insert(request.tokens, request.pages)
+                self.prefix_cache.release(request.pages)
+                request.pages, request.released = [], True
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _extend(
         self,
         requests: Sequence[Request],
@@ -243,6 +246,10 @@ class SparseCpModel:
         """One forward; logits [1, vocab] or [new tokens, vocab] of each request."""
         if len(requests) != len(new_tokens):
             raise ValueError(f"SparseCpModel: new_tokens: expected {len(requests)} as requests, got {len(new_tokens)}")
+        if len({id(request) for request in requests}) != len(requests):
+            raise ValueError("SparseCpModel: requests: expected each request once, got one of them twice")
+        if any(request.released for request in requests):
+            raise ValueError("SparseCpModel: requests: expected running requests, got one that was released")
         if logits not in ("last", "all"):
             raise ValueError(f"SparseCpModel: logits: expected 'last' or 'all', got {logits!r}")
         lengths = [len(tokens) for tokens in new_tokens]

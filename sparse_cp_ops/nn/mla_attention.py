@@ -27,7 +27,7 @@ from sparse_cp_ops.nn.indexer import Indexer
 from sparse_cp_ops.nn.mla_config import ATTENTION_HEADS, MlaConfig
 from sparse_cp_ops.nn.rope import build_cos_sin_cache
 from sparse_cp_ops.nn.sparse_mla import SparseMlaImpl, require_current
-from sparse_cp_ops.nn.unquantised import RowView, UnquantisedKvCache
+from sparse_cp_ops.nn.unquantised import UnquantisedKvCache
 
 
 class _Heads(NamedTuple):
@@ -135,6 +135,9 @@ class MlaAttention(nn.Module):
         self._require_inference()
         if plan.head_mode == "batch_slice":
             hidden = take_local_rows(hidden, plan)
+        if hidden.shape != (plan.req_ids.shape[0], self.mla_config.hidden_size):
+            expected = [plan.req_ids.shape[0], self.mla_config.hidden_size]
+            raise ValueError(f"hidden: expected shape {expected} (the plan's rows), got {list(hidden.shape)}")
         latent, k_pe = self.kv_a_proj_with_mqa(hidden).split(
             [self.mla_config.kv_lora_rank, self.mla_config.qk_rope_head_dim], dim=-1
         )
@@ -207,9 +210,7 @@ class MlaAttention(nn.Module):
         prev_topk_indices: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """[L, heads.padded, 512] in the dtype of the model by plain PyTorch, and the picks."""
-        assert plan.block_table is not None
         config, positions, table = self.mla_config, plan.positions, self.cos_sin_cache
-        rows = RowView(plan.req_ids, positions, plan.kv_lens, plan.block_table)
         query_latent = self._query_latent(hidden)
         rotated = unquantised.rotate(k_pe, positions, table, interleaved=True)
         self._write_unquantised(torch.cat([latent.to(rotated.dtype), rotated], dim=-1), cache.mla[self.layer_id], plan)
@@ -220,15 +221,13 @@ class MlaAttention(nn.Module):
             index_q, index_k = self.indexer.apply_rope_and_rotate_q_k_cp(index_q, index_k, positions, table)
             self._write_unquantised(index_k, cache.indexer[self.layer_id], plan)
             picks = unquantised.select_topk(
-                index_q, weights * config.index_weight_scale, cache.indexer[self.layer_id], rows, config.index_topk
+                index_q, weights * config.index_weight_scale, cache.indexer[self.layer_id], plan, config.index_topk
             )
         q = self._absorbed_queries(query_latent, heads, positions, query_latent.dtype)
-        return unquantised.attend(q, cache.mla[self.layer_id], picks, rows, config.softmax_scale), picks
+        return unquantised.attend(q, cache.mla[self.layer_id], picks, plan, config.softmax_scale), picks
 
     def _write_unquantised(self, values: Tensor, pages: Tensor, plan: CpPlan) -> None:
-        assert plan.block_table is not None
-        gathered = all_gather_rows(values, self.group) if rows_are_split(plan) else values
-        unquantised.write_rows(gathered, plan.gathered_req_ids, plan.gathered_positions, plan.block_table, pages)
+        unquantised.write_rows(all_gather_rows(values, self.group) if rows_are_split(plan) else values, pages, plan)
 
     def _query_latent(self, hidden: Tensor) -> Tensor:
         latent: Tensor = self.q_a_layernorm(self.q_a_proj(hidden))

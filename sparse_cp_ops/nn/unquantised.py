@@ -4,11 +4,10 @@ For comparisons with a reference (``MlaConfig.quantise=False``), not for speed: 
 request are dense matrices, and lengths are read on the host.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from sparse_cp_ops.context_parallel.plan import CpPlan
 from sparse_cp_ops.nn.mla_config import INDEX_HEAD_DIM, KV_LORA_RANK, ROPE_DIM
 
 
@@ -37,19 +36,6 @@ class UnquantisedKvCache:
             )
 
 
-@dataclass(frozen=True)
-class RowView:
-    """Which request, position and length every row of a forward has; pads have request -1.
-
-    ``req_ids``, ``positions``, ``kv_lens``: i32 [L]; ``block_table``: i32 [B, pages].
-    """
-
-    req_ids: Tensor
-    positions: Tensor
-    kv_lens: Tensor
-    block_table: Tensor
-
-
 def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool) -> Tensor:
     """RoPE of x [L, ..., rope_dim], layout kept: pairs (2i, 2i+1) when interleaved, else (i, i + half)."""
     half = cos_sin_cache.shape[-1] // 2
@@ -61,37 +47,31 @@ def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: boo
     return rotated.flatten(-2)
 
 
-def write_rows(values: Tensor, req_ids: Tensor, positions: Tensor, block_table: Tensor, pages: Tensor) -> None:
-    """Scatter values [R, width] into pages [num_pages, page_size, width] by request and position; pads are skipped."""
+def write_rows(values: Tensor, pages: Tensor, plan: CpPlan) -> None:
+    """Scatter the gathered rows' values [S*L, width] into pages [num_pages, page_size, width]; pads are skipped."""
     page_size = pages.shape[1]
-    kept = req_ids >= 0
-    columns = positions[kept] // page_size
-    page_ids = block_table[req_ids[kept].long(), columns.long()].long()
-    pages[page_ids, (positions[kept] % page_size).long()] = values[kept].to(pages.dtype)
+    kept = plan.gathered_req_ids >= 0
+    requests, positions = plan.gathered_req_ids[kept].long(), plan.gathered_positions[kept].long()
+    page_ids = _block_table(plan)[requests, positions // page_size].long()
+    pages[page_ids, positions % page_size] = values[kept].to(pages.dtype)
 
 
-def read_request(pages: Tensor, block_table: Tensor, request: int, length: int) -> Tensor:
-    """The first ``length`` tokens of a request, [length, width]."""
-    count = -(-length // pages.shape[1])
-    return pages[block_table[request, :count].long()].flatten(0, 1)[:length]
-
-
-def select_topk(q: Tensor, weights: Tensor, pages: Tensor, rows: RowView, topk: int) -> Tensor:
+def select_topk(q: Tensor, weights: Tensor, pages: Tensor, plan: CpPlan, topk: int) -> Tensor:
     """Exact top-k of ``sum_h weights[i, h] * relu(q[i, h] . k[j])``, as i32 [L, topk]: ascending positions, then -1.
 
     Args:
         q: f32 [L, Hi, 128], rotated.
         weights: f32 [L, Hi], with every scale in them.
         pages: indexer pages of an UnquantisedKvCache.
-        rows: the rows of q.
+        plan: whose rows those of q are.
         topk: width of the result.
     """
     picks = torch.full((len(q), topk), -1, dtype=torch.int32, device=q.device)
-    for request, of_request, length in _requests(rows):
-        keys = read_request(pages, rows.block_table, request, length).to(q.dtype)
+    for request, of_request, length in _requests(plan):
+        keys = _read_request(pages, plan, request, length).to(q.dtype)
         scores = torch.einsum("ihd,jd->ihj", q[of_request], keys).relu()
         ranked = torch.einsum("ih,ihj->ij", weights[of_request], scores)
-        visible = torch.arange(length, device=q.device) < rows.kv_lens[of_request, None]
+        visible = torch.arange(length, device=q.device) < plan.kv_lens[of_request, None]
         ranked = ranked.masked_fill(~visible, -torch.inf)
         # A stable descending sort: ties go to the smaller position.
         order = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
@@ -100,11 +80,11 @@ def select_topk(q: Tensor, weights: Tensor, pages: Tensor, rows: RowView, topk: 
     return picks
 
 
-def attend(q: Tensor, pages: Tensor, indices: Tensor, rows: RowView, softmax_scale: float) -> Tensor:
+def attend(q: Tensor, pages: Tensor, indices: Tensor, plan: CpPlan, softmax_scale: float) -> Tensor:
     """Absorbed attention over the listed keys: q [L, H, 576] -> [L, H, 512]; rows without a key give zeros."""
     out = q.new_zeros(*q.shape[:2], KV_LORA_RANK)
-    for request, of_request, length in _requests(rows):
-        keys = read_request(pages, rows.block_table, request, length).to(q.dtype)
+    for request, of_request, length in _requests(plan):
+        keys = _read_request(pages, plan, request, length).to(q.dtype)
         listed = indices[of_request]
         chosen = torch.zeros(len(listed), length + 1, dtype=torch.bool, device=q.device)
         chosen.scatter_(1, torch.where(listed >= 0, listed, length).long(), True)
@@ -114,11 +94,23 @@ def attend(q: Tensor, pages: Tensor, indices: Tensor, rows: RowView, softmax_sca
     return out
 
 
-def _requests(rows: RowView) -> list[tuple[int, Tensor, int]]:
+def _read_request(pages: Tensor, plan: CpPlan, request: int, length: int) -> Tensor:
+    """The first ``length`` tokens of a request, [length, width]."""
+    count = -(-length // pages.shape[1])
+    return pages[_block_table(plan)[request, :count].long()].flatten(0, 1)[:length]
+
+
+def _block_table(plan: CpPlan) -> Tensor:
+    if plan.block_table is None:
+        raise ValueError("plan: expected one with a block_table, got None")
+    return plan.block_table
+
+
+def _requests(plan: CpPlan) -> list[tuple[int, Tensor, int]]:
     """Every request with a row: its number, the numbers of its rows, the tokens its longest row sees."""
     found = []
-    for request in range(len(rows.block_table)):
-        of_request = (rows.req_ids == request).nonzero().flatten()
+    for request in range(plan.num_requests):
+        of_request = (plan.req_ids == request).nonzero().flatten()
         if len(of_request):
-            found.append((request, of_request, int(rows.kv_lens[of_request].max())))
+            found.append((request, of_request, int(plan.kv_lens[of_request].max())))
     return found
