@@ -344,6 +344,17 @@ def test_refusals() -> None:
         dataclasses.replace(config, num_heads=132)
 
 
+def test_added_heads_are_zeros(device: str) -> None:
+    ours = Theirs("deepseek_v32", num_attention_heads=3, num_key_value_heads=3).ours(device)
+    plan = ours.prepare([5], [0])
+    with torch.no_grad():
+        latent = ours.layer._query_latent(hidden_states(5).to(device))
+        q = ours.layer._absorbed_queries(latent, ours.layer._heads_of(plan), plan.positions, torch.bfloat16)
+    assert q.shape == (5, 8, 576)
+    assert q[:, :3].any(dim=-1).all()
+    assert not q[:, 3:].any()
+
+
 def test_the_largest_padded_head_count(device: str) -> None:
     theirs = Theirs("deepseek_v32", num_attention_heads=66, num_key_value_heads=66)
     hidden = hidden_states(20)
