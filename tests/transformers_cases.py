@@ -53,18 +53,18 @@ def relative(got: Tensor, expected: Tensor) -> float:
 
 
 def prefill_reuse_and_decode(group: CpGroup) -> None:
-    """A mixed batch in chunks, then prompts of which one hits a prefix, then 16 teacher-forced decode steps."""
+    """A mixed batch in chunks, then prompts of which one hits a prefix, then 64 teacher-forced decode steps."""
     model, one = model_of(), sparse_of(model_of())
     prompts = [tokens_of(length, seed=length) for length in LENGTHS]
     follow_up = [prompts[-1][:100] + tokens_of(20, seed=9), tokens_of(5, seed=10)]
-    forced = [tokens_of(16, seed=11), tokens_of(16, seed=12)]
+    forced = [tokens_of(64, seed=11), tokens_of(64, seed=12)]
 
     def run(sparse: SparseCpModel, chunk_tokens: int | None) -> list[Tensor]:
         first, logits = sparse.prefill(prompts, logits="all", chunk_tokens=chunk_tokens)
         sparse.release(first)
         requests, second = sparse.prefill(follow_up, logits="all")
         assert [request.prefix_hit for request in requests] == [96, 0]
-        steps = [sparse.decode(requests, [tokens[i] for tokens in forced]) for i in range(16)]
+        steps = [sparse.decode(requests, [tokens[i] for tokens in forced]) for i in range(64)]
         sparse.release(requests)
         return [logits, second, *steps]
 
