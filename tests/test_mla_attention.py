@@ -20,6 +20,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32At
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention, GlmMoeDsaRotaryEmbedding
 
 from sparse_cp_ops.config import CPRotateMethod, ParallelismConfig, PrefillCPConfig
+from sparse_cp_ops.context_parallel.collectives import CpGroup
 from sparse_cp_ops.context_parallel.plan import CpPlan
 from sparse_cp_ops.kv_cache import PagedKvCache
 from sparse_cp_ops.nn import AttentionInputs, MlaAttention, MlaConfig, UnquantisedKvCache, get_mla_impl
@@ -329,6 +330,10 @@ def test_refusals() -> None:
             ours.layer(hidden[:3], ours.cache, ours.impl, plan)
         with pytest.raises(ValueError, match="cache: expected a PagedKvCache, got UnquantisedKvCache"):
             ours.layer(hidden, UnquantisedKvCache(2, 4), ours.impl, plan)
+        alone, ours.impl.group = ours.impl.group, CpGroup(2, 0, "ranks")
+        with pytest.raises(ValueError, match="group: expected this layer to have the ranks of impl, 2, got 1"):
+            ours.layer(hidden, ours.cache, ours.impl, plan)
+        ours.impl.group = alone
         plain = Theirs("deepseek_v32").ours(quantise=False)
         with pytest.raises(ValueError, match="cache: expected an UnquantisedKvCache"):
             plain.layer(hidden, ours.cache, plain.impl, plain.prepare([4], [0]))

@@ -133,6 +133,10 @@ class MlaAttention(nn.Module):
         """
         plan = require_current(plan)
         self._require_inference()
+        if impl.group.size != self.group.size:
+            raise ValueError(
+                f"group: expected this layer to have the ranks of impl, {impl.group.size}, got {self.group.size}"
+            )
         if plan.head_mode == "batch_slice":
             hidden = take_local_rows(hidden, plan)
         if hidden.shape != (plan.req_ids.shape[0], self.mla_config.hidden_size):
