@@ -120,6 +120,18 @@ def test_scales(device: str, scale_format: str) -> None:
 
 
 @FORMATS
+def test_every_bf16_amax(device: str, scale_format: str) -> None:
+    """All 32,640 positive bf16 values as the amax of a tile: the quotient by 448 is rounded as a division rounds it."""
+    amax = torch.arange(0, 0x7F80, dtype=torch.int16).view(torch.bfloat16)
+    tiles = torch.zeros(len(amax), 128, dtype=torch.bfloat16)
+    tiles[:, 77], tiles[:, 78] = amax, -amax / 3
+    kv = tiles.view(-1, 512)
+    rows = len(kv)
+    case = Case(kv, torch.zeros(rows, 64).bfloat16(), random_positions(rows), rope_table(), True, scale_format)
+    assert_same_bytes(case.pack(device), case.reference())
+
+
+@FORMATS
 def test_values_against_fp64(device: str, scale_format: str) -> None:
     case = replace(random_case(200), scale_format=scale_format)
     records = case.pack(device).cpu()

@@ -78,6 +78,19 @@ def test_same_bytes_as_reference(
     assert_same(half.quantise(device), half.reference())
 
 
+@pytest.mark.parametrize(
+    ("rows", "heads", "interleaved", "scale_format", "hadamard"),
+    [(900, 64, False, "ue8m0", True), (1700, 32, True, "fp32", True), (850, 64, True, "ue8m0", False)],
+)
+def test_many_rows(device: str, rows: int, heads: int, interleaved: bool, scale_format: str, hadamard: bool) -> None:
+    """Shapes for which CUDA has a kernel of its own: more sets of 32 heads than warps fit the device."""
+    case = random_case(rows, heads, outside=50)
+    case = replace(case, interleaved=interleaved, scale_format=scale_format, hadamard=hadamard)
+    assert_same(case.quantise(device), case.reference())
+    by_head = replace(case, q=case.q.transpose(0, 1).contiguous().transpose(0, 1), weights=case.weights.bfloat16())
+    assert_same(by_head.quantise(device), by_head.reference())
+
+
 @LAYOUTS
 @pytest.mark.parametrize("rope_dim", [0, 2, 6, 32, 96, 128])
 def test_other_rope_dims(device: str, rope_dim: int, interleaved: bool) -> None:

@@ -225,14 +225,15 @@ def test_slots_form(device: str, page_size: int) -> None:
     blocks.expect_same_as_reference(device)
 
 
-def test_rows_on_one_slot_are_written_whole(device: str) -> None:
+@pytest.mark.parametrize("rows", [4096, 20_000])
+def test_rows_on_one_slot_are_written_whole(device: str, rows: int) -> None:
     """One row wins, with both of its records: every byte of row i is i."""
-    rows, page_size = 4096, 16
+    page_size = 16
     marks = (torch.arange(rows) % 251).to(torch.uint8)
     mla_cache = torch.zeros(2, page_size, 656, dtype=torch.uint8, device=device)
     indexer_cache = torch.zeros(2, page_size * 132, dtype=torch.uint8, device=device)
     slots = torch.randint(0, 5, (rows,))
-    for _ in range(20):
+    for _ in range(8):
         ops.write_kv_cache(
             marks[:, None].repeat(1, 656).to(device),
             marks[:, None].repeat(1, 132).to(device),

@@ -58,12 +58,13 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32) pack_kernel(PackMlaKvPara
   const float* cos_sin = cos_sin_row(p.table, row);
   const float cosine = load_cos_sin(cos_sin, lane), sine = load_cos_sin(cos_sin, lane + kRopeDim / 2);
 
+  constexpr Absmax absmax = make_absmax(kFp8Max);
   auto* scales = reinterpret_cast<float*>(record + kMlaScaleOffset);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float x[8];
     unpack_bf16x8(packed[half], x);
-    const Fp8Tile tile = fp8_tile(tile_amax(x), kFp8Max, p.ue8m0);
+    const Fp8Tile tile = fp8_tile(tile_amax(x), absmax, p.ue8m0);
     *reinterpret_cast<uint2*>(record + half * 256 + lane * 8) = encode<kHardwareFp8>(x, tile, p.ue8m0);
     if (lane % kLanesPerTile == 0) scales[half * 2 + lane / kLanesPerTile] = tile.scale;
   }

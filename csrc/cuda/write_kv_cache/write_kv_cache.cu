@@ -1,4 +1,4 @@
-// write_kv_cache on CUDA: one warp moves whole rows to their slots, each under the lock of its slot.
+// write_kv_cache on CUDA: a warp moves one or four rows to their slots, each under the lock of its slot.
 #include "../../ops/write_kv_cache.h"
 
 #include <torch/csrc/stable/library.h>
@@ -21,26 +21,21 @@ static_assert(kPieces > 32 && kPieces - 32 <= kScaleLane);
 constexpr uint32_t kSlotLocks = 1u << 20;
 __device__ uint32_t slot_locks[kSlotLocks];
 
-__device__ void acquire(uint32_t* lock) {
+__device__ bool try_acquire(uint32_t* lock) {
   uint32_t before;
-  while (true) {
-    asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], 0, 1;" : "=r"(before) : "l"(lock) : "memory");
-    if (before == 0) return;
-    __nanosleep(64);
-  }
+  asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], 0, 1;" : "=r"(before) : "l"(lock) : "memory");
+  return before == 0;
 }
 
 __device__ void release(uint32_t* lock) { asm volatile("st.release.gpu.global.u32 [%0], 0;" : : "l"(lock) : "memory"); }
 
-struct Row {
-  int64_t slot;          // -1: not written
-  uint4 first, second;   // pieces of the MLA record
+// A lane's part of a row.
+struct RowPieces {
+  uint4 first, second;   // of the MLA record
   uint32_t word, scale;  // of the indexer record
 };
 
-__device__ void load_row(const WriteKvCacheParams& p, uint32_t index, int lane, Row& row) {
-  row.slot = -1;
-  if (index >= p.rows) return;
+__device__ void load_row(const WriteKvCacheParams& p, uint32_t index, int lane, RowPieces& row) {
   const uint32_t block = index / static_cast<uint32_t>(p.mla_records.block_rows);
   const uint32_t in_block = index - block * static_cast<uint32_t>(p.mla_records.block_rows);
   const auto* mla = reinterpret_cast<const uint4*>(p.mla_records.data + block * p.mla_records.block_stride +
@@ -53,11 +48,10 @@ __device__ void load_row(const WriteKvCacheParams& p, uint32_t index, int lane, 
     row.word = __ldg(key + lane);
     if (lane == kScaleLane) row.scale = __ldg(key + kIndexDim / 4);
   }
-  row.slot = p.slot_of(index);
 }
 
-__device__ void store_row(const WriteKvCacheParams& p, int lane, const Row& row) {
-  const int64_t page = row.slot >> p.page_shift, offset = row.slot & (p.page_size - 1);
+__device__ void store_row(const WriteKvCacheParams& p, int64_t slot, int lane, const RowPieces& row) {
+  const int64_t page = slot >> p.page_shift, offset = slot & (p.page_size - 1);
   auto* mla = reinterpret_cast<uint4*>(p.mla_cache + page * p.mla_page_stride + offset * kMlaRecordBytes);
   mla[lane] = row.first;
   if (lane < kPieces - 32) mla[32 + lane] = row.second;
@@ -68,23 +62,33 @@ __device__ void store_row(const WriteKvCacheParams& p, int lane, const Row& row)
     *reinterpret_cast<uint32_t*>(index_page + index_scale_offset(p.page_size, offset)) = row.scale;
 }
 
-// A warp loads all its rows before it takes the first lock; it holds one lock at a time.
+// All lanes load the pieces of all rows of the warp; lane i finds the slot of row i and holds its lock. Rows whose lock
+// another warp holds wait for the next round: no warp waits for a lock while it holds one.
 template <int kRows>
 __global__ void __launch_bounds__(kWarpsPerBlock * 32) write_kernel(WriteKvCacheParams p) {
-  const uint32_t warp = blockIdx.x * kWarpsPerBlock + threadIdx.x / 32;
+  constexpr uint32_t kAllLanes = 0xFFFFFFFF;
+  const uint32_t first = (blockIdx.x * kWarpsPerBlock + threadIdx.x / 32) * kRows;
   const int lane = threadIdx.x % 32;
-  Row rows[kRows];
+  RowPieces rows[kRows];
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) load_row(p, warp * kRows + i, lane, rows[i]);
+  for (int i = 0; i < kRows; ++i)
+    if (first + i < p.rows) load_row(p, first + i, lane, rows[i]);
+  const int64_t slot = lane < kRows && first + lane < p.rows ? p.slot_of(first + lane) : -1;
+  uint32_t* lock = slot_locks + (slot & (kSlotLocks - 1));
+  bool waiting = slot >= 0;
+  while (__any_sync(kAllLanes, waiting)) {
+    const bool holding = waiting && try_acquire(lock);
+    const uint32_t held = __ballot_sync(kAllLanes, holding);
+    if (held == 0) __nanosleep(64);
+    __syncwarp();  // the locks before the stores of all lanes
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    if (rows[i].slot < 0) continue;  // the same in all lanes
-    uint32_t* lock = slot_locks + rows[i].slot % kSlotLocks;
-    if (lane == 0) acquire(lock);
-    __syncwarp();
-    store_row(p, lane, rows[i]);
-    __syncwarp();
-    if (lane == 0) release(lock);
+    for (int i = 0; i < kRows; ++i) {
+      const int64_t row_slot = __shfl_sync(kAllLanes, slot, i);
+      if (held >> i & 1) store_row(p, row_slot, lane, rows[i]);
+    }
+    __syncwarp();  // the stores of all lanes before the locks
+    if (holding) release(lock);
+    waiting = waiting && !holding;
   }
 }
 
@@ -99,10 +103,12 @@ void write_kv_cache(const Tensor& mla_records, std::optional<Tensor> k_records, 
   if (value_checks_possible(stream)) check_write_targets(p, req_ids, positions, block_table, slots);
   if (p.rows == 0) return;
   SCO_CHECK(p.rows <= std::numeric_limits<int32_t>::max(), "mla_records: expected at most 2^31 - 1 rows, got ", p.rows);
-  // Many rows: two a warp, so that more loads are under way in each SM.
+  // Many rows: several a warp, so that more loads are under way in each SM and fewer warps wait for locks.
   constexpr int64_t kManyRows = 16384;
-  if (p.rows < kManyRows) write_kernel<1><<<grid_size(p.rows, kWarpsPerBlock), kWarpsPerBlock * 32, 0, stream>>>(p);
-  else write_kernel<2><<<grid_size(p.rows, 2 * kWarpsPerBlock), kWarpsPerBlock * 32, 0, stream>>>(p);
+  constexpr int kRowsPerWarp = 4;
+  const int64_t rows_per_warp = p.rows < kManyRows ? 1 : kRowsPerWarp;
+  const auto kernel = rows_per_warp == 1 ? write_kernel<1> : write_kernel<kRowsPerWarp>;
+  kernel<<<grid_size(p.rows, rows_per_warp * kWarpsPerBlock), kWarpsPerBlock * 32, 0, stream>>>(p);
   check_launch("write_kv_cache");
 }
 
