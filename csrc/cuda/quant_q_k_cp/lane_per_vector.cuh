@@ -16,7 +16,10 @@ namespace sparse_cp_ops::lane_per_vector {
 inline constexpr int kHeads = 32;  // of a set
 inline constexpr int kWarpsPerBlock = 4;
 inline constexpr int kThreads = kWarpsPerBlock * 32;
-inline constexpr int kBlocksPerMultiprocessor = 3;  // 168 registers a thread, 204 KB of shared memory
+// 204 KB of shared memory and 168 registers a thread on Hopper; the portable kernel needs more registers for its bit
+// arithmetic, and an A100 has shared memory for two blocks.
+template <bool kHardwareFp8>
+inline constexpr int kBlocksPerMultiprocessor = kHardwareFp8 ? 3 : 2;
 inline constexpr int kRopeDims = 64;
 
 // A stage of shared memory holds a set of heads on its way, 32 bf16 vectors of 16 pieces of 16 bytes, later overwritten
@@ -136,7 +139,7 @@ struct Grid {
 
 // Warps take sets of q in turn, then k, eight rows at a time.
 template <bool kHardwareFp8>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor<kHardwareFp8>)
     quant_kernel(QuantQKParams p, Absmax q_absmax, Grid grid) {
   extern __shared__ __align__(256) uint8_t shared[];
   const uint32_t middle = shared_address(shared) + kStagesBytes;

@@ -19,7 +19,8 @@ template <bool kHardwareFp8>
 void launch(const QuantQKParams& p, bool fast, const DeviceArch& arch, int32_t device, cudaStream_t stream) {
   const int64_t k_groups = divide_up(p.rows, four_lanes::kVectorsPerWarp);
   const int64_t q_sets = p.rows * (p.heads / lane_per_vector::kHeads);
-  const int64_t persistent_blocks = int64_t{arch.multiprocessors} * lane_per_vector::kBlocksPerMultiprocessor;
+  const int64_t persistent_blocks =
+      int64_t{arch.multiprocessors} * lane_per_vector::kBlocksPerMultiprocessor<kHardwareFp8>;
   const int64_t persistent_warps = persistent_blocks * lane_per_vector::kWarpsPerBlock;
   // A turn or more for every warp: below, four lanes a vector spread the work over more warps.
   if (fast && p.heads % lane_per_vector::kHeads == 0 && q_sets >= persistent_warps) {
