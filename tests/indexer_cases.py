@@ -39,6 +39,11 @@ class IndexerCase:
             kv_lens=self.kv_lens[index],
         )
 
+    def encoded_for_f16(self) -> "IndexerCase":
+        """Queries as precision "f16" expects them: those of 448 times 2^-9, at most 0.875 in size."""
+        values = self.q_fp8.view(torch.float8_e4m3fn).float() * 2.0**-9
+        return replace(self, q_fp8=values.to(torch.float8_e4m3fn).view(torch.uint8))
+
 
 def random_case(
     rows: list[tuple[int, int]], heads: int = 16, page_size: int = 64, scale_kind: str = "ue8m0"

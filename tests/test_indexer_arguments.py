@@ -169,9 +169,7 @@ def test_value_checks(
     precision: str,
     message: str,
 ) -> None:
-    case = random_case(ROWS)
-    case.q_fp8[:] = case.q_fp8 & 0xB7  # at most 0.9375 in size, most below
-    case.q_fp8[(case.q_fp8 & 0x7F) > 0x36] = 0x36
+    case = random_case(ROWS).encoded_for_f16()
     case.q_fp8[0, 0, 0] = 0x7F  # NaN is a bad query, not one of the wrong encoding
     monkeypatch.setenv("SPARSE_CP_OPS_CHECK", "1")
     for call in both_ops(arguments_of(case.to(device)) | {"precision": precision}):
@@ -187,7 +185,8 @@ def test_value_checks(
 
 @pytest.mark.parametrize("heads", [8, 64])
 def test_opcheck(device: str, heads: int) -> None:
-    tensors = random_case(ROWS, heads, page_size=32).to(device).tensors
+    # Queries of 448 may score NaN in "f16", which opcheck would not find equal to itself.
+    tensors = random_case(ROWS, heads, page_size=32).encoded_for_f16().to(device).tensors
     torch.library.opcheck(torch.ops.sparse_cp_ops.indexer_topk_ragged_cp.default, (*tensors, 64, 0))
     torch.library.opcheck(torch.ops.sparse_cp_ops.indexer_scores_ragged_cp.default, (*tensors, 80, "f16"))
 

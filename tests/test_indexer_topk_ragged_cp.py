@@ -111,10 +111,7 @@ def test_several_requests(device: str, heads: int, page_size: int) -> None:
 
 
 def test_f16_mode_ranks_its_own_scores(device: str) -> None:
-    case = random_case([(0, 900), (1, 400)], heads=32)
-    case = replace(
-        case, q_fp8=(torch.randn(2, 32, 128) / 4).clamp(-0.875, 0.875).to(torch.float8_e4m3fn).view(torch.uint8)
-    )
+    case = random_case([(0, 900), (1, 400)], heads=32).encoded_for_f16()
     assert torch.equal(topk_of(case, 128, device, 0, "f16"), sorted_reference(case, 128, device, "f16"))
 
 
