@@ -111,6 +111,25 @@ class PagedKvCache:
                 raise ValueError(f"{caller}: pages: expected pages in [0, {self.num_pages}), got {page}")
         return ids
 
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy pages onto others, both caches of all layers: what a fork needs for its partial last page.
+
+        Raises:
+            TypeError: an entry that is no integer.
+            ValueError: pages outside the cache, different numbers of them, or a target that is given twice or is also
+                a source.
+        """
+        given = self.require_pages("PagedKvCache.copy_pages", sources)
+        to = self.require_pages("PagedKvCache.copy_pages", targets)
+        if len(given) != len(to):
+            raise ValueError(f"PagedKvCache.copy_pages: targets: expected {len(given)} as sources, got {len(to)}")
+        if len({*to}) < len(to) or {*to} & {*given}:
+            raise ValueError(f"PagedKvCache.copy_pages: targets: expected pages of their own, got {to} from {given}")
+        source_ids, target_ids = (torch.tensor(ids, dtype=torch.int64, device=self.device) for ids in (given, to))
+        for pages in (*self.mla, *self.indexer):
+            if pages is not None:
+                pages.index_copy_(0, target_ids, pages.index_select(0, source_ids))
+
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers and both caches."""

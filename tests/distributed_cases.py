@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import logging
@@ -28,6 +29,7 @@ from cp_harness import (
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from sparse_cp_ops.cache_store import PrefixCache
 from sparse_cp_ops.config import CPRotateMethod, ParallelismConfig
 from sparse_cp_ops.context_parallel import CpPlan
 from sparse_cp_ops.context_parallel import collectives as comm
@@ -275,6 +277,12 @@ def different_batches_are_refused(group: comm.CpGroup) -> None:
         inputs = attention_inputs(lens, prefix, table.expand(2, -1)[: len(lens)] if len(lens) < 3 else table[[0, 1, 0]])
         with pytest.raises(ValueError, match=f"the same batch on all {group.size} ranks, but rank {group.rank} has"):
             many.op.plan(inputs)
+    # The same lengths, but pages that were found for other tokens.
+    prefix_cache = PrefixCache(8, PAGE)
+    prefix_cache.match_prefix([1] * (PAGE + 1) + [2 + odd])
+    inputs = dataclasses.replace(attention_inputs(*good, table), decisions=prefix_cache.decisions)
+    with pytest.raises(ValueError, match="prefix-cache decisions"):
+        many.op.plan(inputs)
     inputs = attention_inputs([1, 1 - odd], [5, 5], table, is_prefill=False)
     with pytest.raises(ValueError, match="the same batch"):
         many.op.plan(inputs)

@@ -25,6 +25,25 @@ def test_made_in_inference_mode_it_can_be_written_outside() -> None:
     assert cache.mla[0].eq(3).all()
 
 
+def test_copied_pages_have_both_caches_of_all_layers(device: str) -> None:
+    cache = PagedKvCache(2, 5, 16, device, [True, False])
+    arrays = [pages for pages in (*cache.mla, *cache.indexer) if pages is not None]
+    for pages in arrays:
+        pages.copy_(torch.randint(256, pages.shape, dtype=torch.uint8))
+    before = [pages.clone() for pages in arrays]
+    cache.copy_pages([4, 4, 1], [0, 3, 2])
+    for pages, old in zip(arrays, before, strict=True):
+        assert torch.equal(pages, old[[4, 1, 1, 4, 4]])
+    for sources, targets, message in (
+        ([1], [5], r"pages in \[0, 5\), got 5"),
+        ([1, 2], [0], "expected 2 as sources, got 1"),
+        ([1, 2], [0, 0], "pages of their own"),
+        ([1, 2], [2, 0], "pages of their own"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cache.copy_pages(sources, targets)
+
+
 def test_fingerprint_tells_layouts_and_models_apart() -> None:
     caches = [
         PagedKvCache(2, 3, page_size=16),

@@ -104,6 +104,34 @@ def test_pages_held_twice_are_kept_until_both_release() -> None:
     assert {*cache.allocate(2)} == {0, 1}
 
 
+def test_a_fork_shares_full_pages_and_gets_its_own_last_one() -> None:
+    cache = PrefixCache(6, PAGE)
+    pages = cache.allocate(3)
+    forked = cache.fork(pages, 2 * PAGE + 1)
+    assert forked[:2] == pages[:2]
+    assert forked[2] not in pages
+    cache.require_private([pages[2], forked[2]])
+    for page in pages[:2]:
+        with pytest.raises(ValueError, match=f"got {page}, which is not held by exactly one"):
+            cache.require_private([page])
+    assert cache.fork(pages[:2], 2 * PAGE) == pages[:2]
+    cache.release(pages)
+    cache.release(pages[:2])
+    cache.require_private(forked)
+    cache.insert(tokens((1, 2 * PAGE)), forked)
+    with pytest.raises(ValueError, match=f"got {forked[0]}, which is offered"):
+        cache.require_private(forked)
+    with pytest.raises(ValueError, match="expected 3 for 33 tokens, got 2"):
+        cache.fork(forked[:2], 2 * PAGE + 1)
+    with pytest.raises(ValueError, match=f"pages that are held, got {pages[2]}"):
+        cache.fork([pages[2]], 1)
+    cache.allocate(cache.available)
+    before = cache.decisions
+    with pytest.raises(OutOfPagesError):
+        cache.fork(forked, 2 * PAGE + 1)
+    assert cache.decisions == before
+
+
 def test_misuse_is_refused_and_changes_nothing() -> None:
     cache = PrefixCache(4, PAGE)
     pages = cache.allocate(2)

@@ -40,12 +40,16 @@ def page_keys(tokens: Tokens, page_size: int, fingerprint: bytes = b"") -> list[
     if page_size < 1:
         raise ValueError(f"page_keys: page_size: expected at least 1, got {page_size}")
     ids = _token_ids(tokens)
-    key = hashlib.blake2b(repr((fingerprint, page_size)).encode(), digest_size=16).digest()
+    key = _digest(repr((fingerprint, page_size)).encode())
     keys = []
     for end in range(page_size, len(ids) + 1, page_size):
-        key = hashlib.blake2b(key + ids[end - page_size : end].tobytes(), digest_size=16).digest()
+        key = _digest(key + ids[end - page_size : end].tobytes())
         keys.append(key)
     return keys
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def _token_ids(tokens: Tokens) -> NDArray[np.int64]:
@@ -61,8 +65,11 @@ class PrefixCache:
     """Owns the pages of a :class:`PagedKvCache`: who holds them, and which tokens are in them.
 
     A page is free, held by requests, or kept: nobody holds it, but a later request with the same tokens may. Kept pages
-    are given away again when there is no free one, the least recently used first. Only full pages are shared. One
-    thread at a time.
+    are given away again when there is no free one, the least recently used first. Only full pages are shared, and
+    nobody writes to a page that is shared or offered. One thread at a time.
+
+    Under context parallelism every rank has a cache of its own and makes the same calls. :attr:`decisions`, handed to
+    :class:`~sparse_cp_ops.nn.AttentionInputs`, lets ``prepare`` refuse a forward before which they decided otherwise.
     """
 
     def __init__(self, num_pages: int, page_size: int = 64, fingerprint: bytes = b"") -> None:
@@ -89,11 +96,17 @@ class PrefixCache:
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._kept: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._decisions = _digest(repr((fingerprint, num_pages, page_size)).encode())
 
     @property
     def available(self) -> int:
         """Pages that :meth:`allocate` can give out."""
         return len(self._free) + len(self._kept)
+
+    @property
+    def decisions(self) -> bytes:
+        """16 bytes that are equal on two ranks as long as both have made the same calls with the same results."""
+        return self._decisions
 
     def page_keys(self, tokens: Tokens) -> list[bytes]:
         """Keys of the full pages of a token sequence."""
@@ -104,15 +117,16 @@ class PrefixCache:
 
         At least one token is left to compute, because a forward without new tokens has no logits.
         """
-        matched: list[int] = []
-        for key in self.page_keys(tokens)[: max(len(tokens) - 1, 0) // self.page_size]:
+        keys, matched = self.page_keys(tokens), []
+        for key in keys[: max(len(tokens) - 1, 0) // self.page_size]:
             page = self._page_of.get(key)
             if page is None:
                 break
             matched.append(page)
         for page in matched:
-            self._holders[page] += 1
-            self._kept.pop(page, None)
+            self._hold(page)
+        # The tokens behind the last full page count as well: ranks must not compute different ones.
+        self._decide("match", matched, keys[-1:], _token_ids(tokens)[len(keys) * self.page_size :].tobytes())
         return matched
 
     def allocate(self, count: int) -> list[int]:
@@ -136,7 +150,51 @@ class PrefixCache:
             page = self._free.popleft() if self._free else self._evict()
             self._holders[page] = 1
             pages.append(page)
+        self._decide("allocate", pages)
         return pages
+
+    def fork(self, pages: Sequence[int], length: int) -> list[int]:
+        """Let a second request go on from where one stands: it shares the full pages and gets its own last one.
+
+        Args:
+            pages: of the running request, in order, as many as its tokens need.
+            length: its tokens.
+
+        Returns:
+            Pages of the second request, held by the caller until :meth:`release`. If the last one differs from
+            ``pages[-1]``, its content is to be copied from there (:meth:`PagedKvCache.copy_pages`).
+
+        Raises:
+            OutOfPagesError: no page for the partial last one; nothing is taken then.
+            TypeError: pages or a length that are no integers.
+            ValueError: pages that nobody holds, or another number than the tokens need.
+        """
+        require_ints("PrefixCache.fork", length=length)
+        given = page_ids("PrefixCache.fork", pages)
+        needed = -(-length // self.page_size)
+        if length < 0 or len(given) != needed:
+            raise ValueError(f"PrefixCache.fork: pages: expected {needed} for {length} tokens, got {len(given)}")
+        self._require_held("fork", dict.fromkeys(given, 1))
+        full = given[: length // self.page_size]
+        own = self.allocate(needed - len(full))
+        for page in full:
+            self._hold(page)
+        self._decide("fork", full)
+        return full + own
+
+    def require_private(self, pages: Iterable[int]) -> None:
+        """Refuse a write to pages that others read: call it with the pages that a forward is about to write to.
+
+        Raises:
+            TypeError: an entry that is no integer.
+            ValueError: a page that is not held by exactly one request, or that is offered to later ones.
+        """
+        for page in page_ids("PrefixCache.require_private", pages):
+            if not 0 <= page < len(self._holders) or self._holders[page] != 1 or page in self._key_of:
+                raise ValueError(
+                    f"PrefixCache.require_private: pages: expected pages of one request alone, got {page}, which is "
+                    + ("offered to later requests" if page in self._key_of else "not held by exactly one request")
+                )
 
     def insert(self, tokens: Tokens, pages: Sequence[int]) -> None:
         """Offer the full pages of ``tokens`` to later requests. Their bytes must be written by now, in all layers.
@@ -160,6 +218,7 @@ class PrefixCache:
             if key not in self._page_of and page not in self._key_of:
                 self._page_of[key] = page
                 self._key_of[page] = key
+        self._decide("insert", given, keys[-1:])
 
     def release(self, pages: Iterable[int]) -> None:
         """Stop holding pages from :meth:`match_prefix` or :meth:`allocate`, given in the order of their tokens.
@@ -179,6 +238,14 @@ class PrefixCache:
                 self._kept[page] = None
             else:
                 self._free.append(page)
+        self._decide("release", given)
+
+    def _hold(self, page: int) -> None:
+        self._holders[page] += 1
+        self._kept.pop(page, None)
+
+    def _decide(self, *facts: object) -> None:
+        self._decisions = _digest(self._decisions + repr(facts).encode())
 
     def _require_held(self, caller: str, times: Mapping[int, int]) -> None:
         """Every page by as many requests as it says."""

@@ -163,7 +163,7 @@ def require_agreement(digest: int, group: CpGroup, device: torch.device) -> None
             differing = [rank for rank, other in enumerate(digests) if other != digest]
             raise ValueError(
                 f"prepare: expected the same batch on all {group.size} ranks, but rank {group.rank} has another "
-                f"is_prefill, new_lens, prefix_lens or configuration than ranks {differing}"
+                f"is_prefill, new_lens, prefix_lens, prefix-cache decisions or configuration than ranks {differing}"
             )
         return
     digests_on_device = all_gather_rows(mine.pin_memory().to(device, non_blocking=True), group)

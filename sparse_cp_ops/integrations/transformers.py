@@ -255,13 +255,15 @@ class SparseCpModel:
         lengths = [len(tokens) for tokens in new_tokens]
         added = self._allocate(requests, lengths)
         try:
+            tables = [[*request.pages, *pages] for request, pages in zip(requests, added, strict=True)]
+            for request, pages in zip(requests, tables, strict=True):
+                self.prefix_cache.require_private(pages[len(request.tokens) // self.config.page_size :])
             inputs = AttentionInputs(
                 is_prefill,
                 torch.tensor(lengths, dtype=torch.int32),
                 torch.tensor([len(request.tokens) for request in requests], dtype=torch.int32),
-                block_table(
-                    [[*request.pages, *pages] for request, pages in zip(requests, added, strict=True)], self.device
-                ),
+                block_table(tables, self.device),
+                self.prefix_cache.decisions,
             )
             hidden, plan = self._run_layers(new_tokens, inputs, on_picks)
             gather = gather_last_tokens if logits == "last" else gather_hidden_states

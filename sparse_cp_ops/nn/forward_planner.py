@@ -117,7 +117,9 @@ class ForwardPlanner:
     def _digest(self, inputs: AttentionInputs, capacities: tuple[int | None, ...]) -> int:
         """64 bits of everything that the ranks have to agree on."""
         cp = self.parallelism_config.prefill_cp_config
-        digest = hashlib.blake2b(repr((inputs.is_prefill, cp, self.mla_config, capacities)).encode(), digest_size=8)
+        digest = hashlib.blake2b(
+            repr((inputs.is_prefill, cp, self.mla_config, capacities, inputs.decisions)).encode(), digest_size=8
+        )
         digest.update(inputs.new_lens.contiguous().numpy().data)
         digest.update(inputs.prefix_lens.contiguous().numpy().data)
         return int.from_bytes(digest.digest(), "little", signed=True)

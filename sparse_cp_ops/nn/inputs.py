@@ -18,6 +18,8 @@ class AttentionInputs:
         prefix_lens: int32 [B] on the CPU: tokens of each request that the cache already holds.
         block_table: int32 [B, pages] on the device of the cache: page of tokens ``[i*page_size, (i+1)*page_size)`` of
             each request, negative where there is none.
+        decisions: whatever else the ranks must have decided alike before this forward, for example
+            :attr:`PrefixCache.decisions`. ``prepare`` compares it where it compares the lengths.
 
     Raises:
         TypeError: an argument of another type.
@@ -28,10 +30,13 @@ class AttentionInputs:
     new_lens: Tensor
     prefix_lens: Tensor
     block_table: Tensor
+    decisions: bytes = b""
 
     def __post_init__(self) -> None:
         if not isinstance(self.is_prefill, bool):
             raise TypeError(f"AttentionInputs: is_prefill: expected bool, got {type(self.is_prefill).__name__}")
+        if not isinstance(self.decisions, bytes):
+            raise TypeError(f"AttentionInputs: decisions: expected bytes, got {type(self.decisions).__name__}")
         for name, dims in (("new_lens", 1), ("prefix_lens", 1), ("block_table", 2)):
             value = getattr(self, name)
             if not isinstance(value, Tensor):
