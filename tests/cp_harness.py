@@ -81,35 +81,34 @@ def attention_inputs(
     )
 
 
-STATE_SHAPES = {
-    "compressed_kv": (512,),
-    "k_pe": (64,),
-    "q": (HEADS, 576),
-    "index_q": (INDEX_HEADS, 128),
-    "index_k": (128,),
-    "index_weights": (INDEX_HEADS,),
-}
 States = dict[str, Tensor]
 
 
-def random_states(tokens: int, device: str = "cpu") -> States:
+def random_states(tokens: int, device: str = "cpu", heads: int = HEADS, index_heads: int = INDEX_HEADS) -> States:
     """What the projections of a layer would give for a request's tokens."""
-    states = {name: torch.randn(tokens, *shape).bfloat16() for name, shape in STATE_SHAPES.items()}
+    shapes = {
+        "compressed_kv": (512,),
+        "k_pe": (64,),
+        "q": (heads, 576),
+        "index_q": (index_heads, 128),
+        "index_k": (128,),
+        "index_weights": (index_heads,),
+    }
+    # Drawn on the device: states of the size of a model's take seconds on the CPU.
+    states = {name: torch.randn(tokens, *shape, device=device).bfloat16() for name, shape in shapes.items()}
     states["index_weights"] = states["index_weights"].float()
-    return {name: state.to(device) for name, state in states.items()}
+    return states
 
 
 def packed_states(
     requests: Sequence[States], new_lens: Sequence[int], prefix_lens: Sequence[int], device: str = "cpu"
 ) -> States:
     """The new tokens of a batch, request after request."""
+    if not requests:
+        return random_states(0, device)
     batch = list(zip(requests, new_lens, prefix_lens, strict=True))
-    none = random_states(0)
     return {
-        name: torch.cat(
-            [none[name].to(device), *(states[name][prefix : prefix + new] for states, new, prefix in batch)]
-        )
-        for name in STATE_SHAPES
+        name: torch.cat([states[name][prefix : prefix + new] for states, new, prefix in batch]) for name in requests[0]
     }
 
 
@@ -295,15 +294,17 @@ def assert_cache_equal(cache: PagedKvCache, expected: PagedKvCache) -> None:
 class Scenario:
     """Requests with their tokens' states in every layer, and their pages."""
 
-    def __init__(self, totals: Sequence[int], device: str = "cpu") -> None:
+    def __init__(self, totals: Sequence[int], device: str = "cpu", config: MlaConfig | None = None) -> None:
+        self.config = config or mla_config()
         self.totals = list(totals)
-        self.layers = [[random_states(total, device) for total in totals] for _ in range(2)]
-        self.block_table = random_block_table(list(totals), PAGE).to(device)
-        self.pages = num_pages(list(totals), PAGE)
+        heads, index_heads = self.config.num_heads, self.config.index_n_heads
+        self.layers = [[random_states(total, device, heads, index_heads) for total in totals] for _ in range(2)]
+        self.block_table = random_block_table(list(totals), self.config.page_size).to(device)
+        self.pages = num_pages(list(totals), self.config.page_size)
         self.device = device
 
     def ranks(self, size: int, **changes: object) -> Ranks:
-        return Ranks(size, self.pages, self.device, **changes)  # type: ignore[arg-type]
+        return Ranks(size, self.pages, self.device, self.config, **changes)  # type: ignore[arg-type]
 
     def batch(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> list[States]:
         return [packed_states(requests, new_lens, prefix_lens, self.device) for requests in self.layers]

@@ -1,124 +1,28 @@
-"""What runs on every rank of test_distributed.py. A case gets the group, and fails by raising on any rank."""
+"""What runs on every rank of test_distributed.py, on any device. A case fails by raising on any rank."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import datetime
-import json
 import logging
-import os
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from cp_harness import (
-    PAGE,
-    Rank,
-    Scenario,
-    States,
-    assert_cache_equal,
-    attention_inputs,
-    mla_config,
-    parallelism,
-)
+from cp_harness import PAGE, assert_cache_equal, attention_inputs, mla_config, parallelism
+from rank_process import Case, assert_bitwise, device, layers, new_rank, new_scenario, one_rank, run
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from sparse_cp_ops.cache_store import PrefixCache
 from sparse_cp_ops.config import CPRotateMethod, ParallelismConfig
-from sparse_cp_ops.context_parallel import CpPlan
 from sparse_cp_ops.context_parallel import collectives as comm
 from sparse_cp_ops.nn import SparseMlaCpImpl, get_mla_impl
 
-GROUP_TIMEOUT = datetime.timedelta(seconds=20)
 # What a rank may take to see that another one has failed, in the cases about failures.
 SHORT_TIMEOUT = datetime.timedelta(seconds=4)
-
-Case = Callable[[comm.CpGroup], None]
-
-
-_device = "cpu"
-
-
-def run_cases(rank: int, size: int, cases: Sequence[Case], folder: str, device: str) -> None:
-    """Run the cases in order on one rank; writes what happened to ``folder/<rank>.json``: case -> "" or a traceback."""
-    global _device
-    _device = device
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory is filled with NaN
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=size,
-        timeout=GROUP_TIMEOUT,
-        device_id=torch.device("cuda", rank) if device == "cuda" else None,
-    )
-    results: dict[str, str] = {}
-    try:
-        for case in cases:
-            torch.manual_seed(0)
-            assert dist.group.WORLD is not None
-            case(comm.CpGroup.of(dist.group.WORLD))
-            results[case.__name__] = ""
-    except BaseException:
-        results[case.__name__] = traceback.format_exc()
-    Path(folder, f"{rank}.json").write_text(json.dumps(results))
-    # The peers of a rank that failed are in a collective: leaving lets them see it at once.
-    if any(results.values()):
-        os._exit(1)
-    if device == "cpu":
-        dist.destroy_process_group()
-
-
-def new_scenario(totals: Sequence[int]) -> Scenario:
-    return Scenario(totals, _device)
-
-
-def new_rank(scenario: Scenario, group: comm.CpGroup, **changes: object) -> Rank:
-    config = parallelism(group.size, group.rank, **changes)  # type: ignore[arg-type]
-    return Rank(mla_config(), config, scenario.pages, _device, group)
-
-
-def one_rank(scenario: Scenario) -> Rank:
-    return Rank(mla_config(), parallelism(1), scenario.pages, _device)
-
-
-def layers(rank: Rank, rows: Sequence[States], plan: CpPlan) -> list[Tensor]:
-    """Both layers of this rank's rows; the second one reuses the picks of the first."""
-    results: list[Tensor] = []
-    picks = None
-    for layer in range(2):
-        out, lse, picks = rank.attend(layer, rows[layer], plan, rank.write(layer, rows[layer], plan), picks)
-        results += [out, lse, picks]
-    return results
-
-
-def run(
-    rank: Rank,
-    scenario: Scenario,
-    new_lens: Sequence[int],
-    prefix_lens: Sequence[int],
-    is_prefill: bool = True,
-    step: Callable[[Rank, Sequence[States], CpPlan], list[Tensor]] = layers,
-) -> list[Tensor]:
-    """out, lse and picks of both layers in packed order, on every rank."""
-    plan = rank.op.plan(attention_inputs(new_lens, prefix_lens, scenario.block_table, is_prefill))
-    rows = [rank.rows(packed, plan) for packed in scenario.batch(new_lens, prefix_lens)]
-    return [comm.restore_rows(local, plan, rank.group) for local in step(rank, rows, plan)]
-
-
-def assert_bitwise(results: Sequence[Tensor], expected: Sequence[Tensor], rows: Tensor | None = None) -> None:
-    for mine, theirs in zip(results, expected, strict=True):
-        assert not mine.isnan().any()
-        assert torch.equal(mine, theirs if rows is None else theirs[rows])
 
 
 # ---- the same bits as one rank ----
@@ -179,8 +83,8 @@ def compiled_steps_are_one_graph(group: comm.CpGroup) -> None:
 
 
 def sums_and_gathers_of_rows(group: comm.CpGroup) -> None:
-    ranks = torch.arange(group.size, dtype=torch.float32, device=_device)
-    x = torch.arange(6, dtype=torch.float32, device=_device).view(2, 3)
+    ranks = torch.arange(group.size, dtype=torch.float32, device=device())
+    x = torch.arange(6, dtype=torch.float32, device=device()).view(2, 3)
     for function in (lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")):
         summed = function(lambda x: comm.all_reduce_sum(x * (group.rank + 1), group))(x)
         assert torch.equal(summed, x * (ranks + 1).sum())
@@ -197,12 +101,12 @@ def hidden_states_at_the_end_of_the_model(group: comm.CpGroup) -> None:
             scenario = new_scenario([max(1, new) for new in new_lens])
             many = new_rank(scenario, group, split=split)
             plan = many.op.plan(attention_inputs(new_lens, [0] * len(new_lens), scenario.block_table))
-            hidden = torch.randn(sum(new_lens), 4, 3).bfloat16().to(_device)
+            hidden = torch.randn(sum(new_lens), 4, 3).bfloat16().to(device())
             hidden[::2] = -0.0
             local = comm.take_local_rows(hidden, plan)
             assert local.shape[0] == plan.local_rows
             assert_same_bits(comm.gather_hidden_states(local, plan, group), hidden)
-            last = torch.zeros(len(new_lens), 4, 3, dtype=torch.bfloat16, device=_device)
+            last = torch.zeros(len(new_lens), 4, 3, dtype=torch.bfloat16, device=device())
             for request, new in enumerate(new_lens):
                 if new:
                     last[request] = hidden[sum(new_lens[: request + 1]) - 1]
@@ -220,8 +124,8 @@ def plans_with_room(group: comm.CpGroup) -> None:
     many = new_rank(scenario, group, split="interleave")
     inputs = attention_inputs([9, 5], [0, 0], scenario.block_table)
     plan = many.op.planner.prepare(inputs, True, max_requests=4, local_rows=16, total_tokens=20)
-    hidden, zeros = torch.randn(14, 3, device=_device), torch.zeros(6, 3, device=_device)
-    local = torch.full((16, 3), torch.nan, device=_device)
+    hidden, zeros = torch.randn(14, 3, device=device()), torch.zeros(6, 3, device=device())
+    local = torch.full((16, 3), torch.nan, device=device())
     local[plan.token_ids >= 0] = hidden[plan.token_ids[plan.token_ids >= 0].long()]
     assert_same_bits(comm.gather_hidden_states(local, plan, group), torch.cat([hidden, zeros]))
     last = torch.stack([hidden[8], hidden[13], *zeros[:2]])
@@ -317,96 +221,6 @@ def a_rank_that_fails_between_two_collectives(group: comm.CpGroup) -> None:
     assert time.monotonic() - start < 1.5 * SHORT_TIMEOUT.total_seconds()
 
 
-def a_rank_that_dies(group: comm.CpGroup) -> None:
-    """The others get an error as soon as its connections close. Last case: the group is gone afterwards."""
-    scenario = new_scenario([20])
-    many = new_rank(scenario, group)
-    plan = many.op.plan(attention_inputs([20], [0], scenario.block_table))
-    rows = many.rows(scenario.batch([20], [0])[0], plan)
-    if group.rank == 0:
-        raise ZeroDivisionError("this rank fails on purpose")
-    start = time.monotonic()
-    with pytest.raises(RuntimeError):
-        many.attend(0, rows, plan, many.write(0, rows, plan), None)
-    assert time.monotonic() - start < GROUP_TIMEOUT.total_seconds()
-
-
-# ---- CUDA only ----
-
-
-def registered_buffers_change_no_bit(group: comm.CpGroup) -> None:
-    """Gathers that fit the buffer use it, larger ones don't; results are those of one rank either way."""
-    config = user_buffer_config(group, True, comm_buffer_size=32 << 10)
-    assert comm.init_user_buffers_environment(config, group.process_group, "cuda", strict=True)
-    assert comm.init_user_buffers_environment(config, group.process_group, "cuda")
-    registered = comm._registered_buffer(group)
-    assert registered is not None
-    for length, fits in ((12, True), (90, False), (13, True)):
-        scenario = new_scenario([length])
-        one, many = one_rank(scenario), Rank(mla_config(), config, scenario.pages, _device, group)
-        plan = many.op.plan(attention_inputs([length], [0], scenario.block_table))
-        records = many.op.new_kv_records(plan, True)
-        assert registered._lent is fits
-        del records
-        assert_bitwise(run(many, scenario, [length], [0]), run(one, scenario, [length], [0]))
-        assert_cache_equal(many.cache, one.cache)
-        assert not registered._lent
-
-
-def captured_prefill_follows_new_lengths(group: comm.CpGroup) -> None:
-    """One CUDA graph with room for 40 tokens, replayed for other batches: the bits of eager runs on one rank."""
-    scenario = new_scenario([40, 40])
-    many = new_rank(scenario, group, split="interleave")
-
-    def planned(new_lens: Sequence[int]) -> CpPlan:
-        inputs = attention_inputs(new_lens, [0, 0], scenario.block_table)
-        return many.op.planner.prepare(inputs, True, 2, -(-40 // group.size), 40)
-
-    plan = planned([20, 20])
-    rows = [many.rows(packed, plan) for packed in scenario.batch([20, 20], [0, 0])]
-    layers(many, rows, plan)  # what is made at the first use is made outside of the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = layers(many, rows, plan)
-    for new_lens in ([20, 20], [31, 2], [0, 5], [1, 0]):
-        new = planned(new_lens)
-        plan.copy_(new)
-        for layer, packed in enumerate(scenario.batch(new_lens, [0, 0])):
-            for name, values in many.rows(packed, new).items():
-                rows[layer][name].copy_(values)
-        graph.replay()
-        restored = [comm.restore_rows(local, new, group)[: sum(new_lens)] for local in results]
-        one = one_rank(scenario)
-        assert_bitwise(restored, run(one, scenario, new_lens, [0, 0]))
-
-
-def nothing_waits_for_the_device(group: comm.CpGroup) -> None:
-    """Planning and all steps of a forward, without one host synchronisation."""
-    scenario = new_scenario([70, 9])
-    many = new_rank(scenario, group, decode_mode="batch_slice")
-    rows: list[States] = []
-    for new_lens, prefix, is_prefill in (([70, 9], [0, 0], True), ([1, 1], [60, 8], False)):
-        inputs = attention_inputs(new_lens, prefix, scenario.block_table, is_prefill)
-        for checked in (False, True):  # warm first: handles, streams and communicators are made at the first use
-            if checked:
-                torch.cuda.set_sync_debug_mode("error")
-            plan = many.op.plan(inputs)
-            if not checked:
-                rows = [many.rows(packed, plan) for packed in scenario.batch(new_lens, prefix)]
-            out = layers(many, rows, plan)[0]
-            comm.gather_last_tokens(out, plan, group) if is_prefill else comm.restore_rows(out, plan, group)
-            torch.cuda.set_sync_debug_mode("default")
-
-
-def different_batches_end_in_a_device_assertion(group: comm.CpGroup) -> None:
-    """Last case: no CUDA call works in these processes afterwards."""
-    scenario = new_scenario([40])
-    many = new_rank(scenario, group)
-    many.op.plan(attention_inputs([20 + group.rank], [0], scenario.block_table))
-    with pytest.raises(RuntimeError):
-        torch.cuda.synchronize()
-
-
 ANY_DEVICE: list[Case] = [
     prefill_of_mixed_batches,
     chunks_and_decode,
@@ -418,12 +232,3 @@ ANY_DEVICE: list[Case] = [
 ]
 FOUR_RANKS: list[Case] = [*ANY_DEVICE, user_buffers_need_cuda, different_batches_are_refused]
 TWO_RANKS: list[Case] = [*FOUR_RANKS, compiled_steps_are_one_graph, a_rank_that_fails_between_two_collectives]
-FAILING_RANK: list[Case] = [a_rank_that_dies]
-TWO_GPUS: list[Case] = [
-    *ANY_DEVICE,
-    compiled_steps_are_one_graph,
-    nothing_waits_for_the_device,
-    captured_prefill_follows_new_lengths,
-    registered_buffers_change_no_bit,
-    different_batches_end_in_a_device_assertion,
-]

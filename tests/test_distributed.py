@@ -1,43 +1,19 @@
-"""Real processes over gloo, and over NCCL where there are two GPUs.
+"""Real processes over gloo, and over NCCL where there are several GPUs: one a rank.
 
 A group of them runs all of its cases once; each test looks at one case.
 """
 
-import json
-import multiprocessing
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
-import distributed_cases
 import pytest
-from distributed_cases import FAILING_RANK, FOUR_RANKS, TWO_GPUS, TWO_RANKS, Case
+import torch
+from distributed_cases import FOUR_RANKS, TWO_RANKS
+from failure_cases import FAILING_RANK, different_batches_on_gpus
+from gpu_cases import GPU_GROUPS
+from process_groups import Ending, run_group, run_groups, start_group, wait_for_group
+from rank_process import GROUP_TIMEOUT, Case
 
-# Start of the processes, compilation and all cases, on two slow cores.
-DEADLINE = 240
-
-
-def run_group(size: int, cases: Sequence[Case], folder: Path, device: str = "cpu") -> dict[str, list[str]]:
-    """What happened in each case on each rank: "" or a traceback."""
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=distributed_cases.run_cases, args=(rank, size, cases, str(folder), device))
-        for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    end = time.monotonic() + DEADLINE
-    for process in processes:
-        process.join(max(0.1, end - time.monotonic()))
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-            process.join()
-    reports = []
-    for rank in range(size):
-        path = folder / f"{rank}.json"
-        reports.append(json.loads(path.read_text()) if path.exists() else {})
-    return {case.__name__: [report.get(case.__name__, "it did not get there") for report in reports] for case in cases}
+several_gpus = pytest.param("cuda", marks=pytest.mark.two_gpus)
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +27,8 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]
 
 
 @pytest.fixture(scope="module")
-def two_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return run_group(2, TWO_GPUS, tmp_path_factory.mktemp("gpus"), "cuda")
+def all_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return run_groups(torch.cuda.device_count(), GPU_GROUPS, tmp_path_factory.mktemp("gpus"), "cuda")
 
 
 @pytest.mark.parametrize("case", [case.__name__ for case in TWO_RANKS])
@@ -66,12 +42,32 @@ def test_four_ranks(four_ranks: dict[str, list[str]], case: str) -> None:
 
 
 @pytest.mark.two_gpus
-@pytest.mark.parametrize("case", [case.__name__ for case in TWO_GPUS])
-def test_two_gpus(two_gpus: dict[str, list[str]], case: str) -> None:
-    assert not any(two_gpus[case]), "\n".join(two_gpus[case])
+@pytest.mark.parametrize("case", [case.__name__ for cases in GPU_GROUPS for case in cases])
+def test_gpus(all_gpus: dict[str, list[str]], case: str) -> None:
+    assert not any(all_gpus[case]), "\n".join(all_gpus[case])
 
 
-def test_a_rank_that_dies_takes_the_others_out_of_their_collectives(tmp_path: Path) -> None:
-    dead, alive = run_group(2, FAILING_RANK, tmp_path)["a_rank_that_dies"]
-    assert "this rank fails on purpose" in dead
-    assert alive == ""
+def assert_failed_in_time(ending: Ending, case: Case, device: str) -> None:
+    """The rank saw an error within the timeout: as an exception or, with NCCL, by the end of its process."""
+    assert ending.seconds < GROUP_TIMEOUT.total_seconds()
+    ended_by_nccl = device == "cuda" and not ending.reports and ending.status not in (0, None)
+    assert ended_by_nccl or ending.report(case) == "", ending.report(case)
+
+
+@pytest.mark.parametrize("device", ["cpu", several_gpus])
+@pytest.mark.parametrize("case", FAILING_RANK, ids=lambda case: case.__name__)
+def test_a_rank_that_fails_takes_the_others_out_of_their_collectives(tmp_path: Path, case: Case, device: str) -> None:
+    size = torch.cuda.device_count() if device == "cuda" else 2
+    failed, *others = wait_for_group(start_group(size, [case], tmp_path, device), tmp_path)
+    assert failed.status not in (0, None)
+    assert "on purpose" in failed.report(case) or failed.status == -9
+    for ending in others:
+        assert_failed_in_time(ending, case, device)
+
+
+@pytest.mark.two_gpus
+def test_different_batches_on_gpus_end_in_an_error_on_all_ranks(tmp_path: Path) -> None:
+    case = different_batches_on_gpus
+    group = start_group(torch.cuda.device_count(), [case], tmp_path, "cuda")
+    for ending in wait_for_group(group, tmp_path):
+        assert_failed_in_time(ending, case, "cuda")

@@ -1,7 +1,7 @@
 """SparseCpModel on real gloo processes. A group of them runs all of its cases once; each test looks at one case."""
 
 import pytest
-from test_distributed import run_group
+from process_groups import run_group
 from transformers_cases import FOUR_RANKS, TWO_RANKS
 
 

@@ -289,10 +289,11 @@ class _RegisteredBuffer:
     def register(cls, nbytes: int, device: torch.device, process_group: dist.ProcessGroup) -> _RegisteredBuffer:
         """Allocate memory that NCCL's allocator gives and register it with the group's communicator."""
         backend: Any = process_group._get_backend(device)
-        pool = torch.cuda.MemPool(backend.mem_allocator)
-        with torch.cuda.use_mem_pool(pool, device=device):
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        backend.register_mem_pool(pool)
+        with torch.cuda.device(device):  # a pool belongs to the current device
+            pool = torch.cuda.MemPool(backend.mem_allocator)
+            with torch.cuda.use_mem_pool(pool):
+                memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            backend.register_mem_pool(pool)
         return cls(memory, pool)
 
     def take(self, nbytes: int) -> Tensor | None:

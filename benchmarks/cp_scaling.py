@@ -1,0 +1,164 @@
+"""Context parallelism on several GPUs: the bits of one, speed-up, what communication costs, and ranks that fail.
+
+    python benchmarks/cp_scaling.py --ranks 2
+
+Starts one process a rank. The checks are the cases of the distributed tests; the layer has the dimensions of
+DeepSeek-V3.2 and random weights. ``--device cpu`` runs the same steps over gloo at tiny sizes. Results are written to
+``benchmarks/results/<device>x<ranks>`` .md, .json and .png as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+
+from cp_scaling_rank import Settings, run_rank, timelines  # noqa: E402
+from cp_scaling_report import Results  # noqa: E402
+from process_groups import Ending, start_group, wait_for_group  # noqa: E402
+from rank_process import Case  # noqa: E402
+
+TOKENS = {"cpu": [256, 512], "cuda": [32768, 131072, 8192, 65536]}
+LONG_TOKENS = 524288  # where there are enough GPUs to share its activations
+# Processes that have told all they know are ended after this time.
+GRACE_SECONDS = 20.0
+
+
+def check_cases(ranks: int, device: str, folder: Path, results: Results, parts: Sequence[str]) -> None:
+    """The cases of the tests, each group of them in processes of its own, all side by side."""
+    # Not at the top: ranks import this module too, and those that measure do without torch._dynamo.
+    from distributed_cases import ANY_DEVICE
+    from failure_cases import FAILING_RANK, different_batches_on_gpus
+    from gpu_cases import GPU_GROUPS
+
+    groups: list[list[Case]] = []
+    failing: list[Case] = []
+    if "correctness" in parts:
+        groups += GPU_GROUPS if device == "cuda" else [ANY_DEVICE]
+    if "failure" in parts:
+        failing += FAILING_RANK if device == "cpu" else [*FAILING_RANK, different_batches_on_gpus]
+    started = []
+    for number, cases in enumerate([*groups, *([case] for case in failing)]):
+        own = folder / str(number)
+        own.mkdir()
+        started.append((start_group(ranks, cases, own, device), cases, own))
+    for processes, cases, own in started:
+        endings = wait_for_group(processes, own)
+        for case in cases:
+            if case in failing:
+                how = [f"rank {rank}: {_how_it_ended(ending, case)}" for rank, ending in enumerate(endings)]
+                results.failures[case.__name__] = "; ".join(how)
+            else:
+                reports = dict.fromkeys(report for ending in endings if (report := ending.report(case)))
+                for report in reports:
+                    print(f"{case.__name__}:\n{report}", flush=True)
+                results.correctness[case.__name__] = "; ".join(map(_last_line, reports)) or "equal"
+            outcome = results.correctness.get(case.__name__) or results.failures[case.__name__]
+            print(f"{case.__name__}: {outcome}", flush=True)
+        results.write()
+
+
+def _how_it_ended(ending: Ending, case: Case) -> str:
+    report = ending.report(case)
+    saw = "an exception" if report == "" else _last_line(report)
+    return f"{saw} after {ending.seconds:.1f} s"
+
+
+def _last_line(report: str) -> str:
+    return report.strip().splitlines()[-1].replace("|", "/")[:200]
+
+
+def measure(settings: Settings, results: Results) -> None:
+    """Run the ranks and file what rank 0 sends; a rank that ends with an error ends all of them."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    processes = [
+        context.Process(target=run_rank, args=(rank, settings, sender if rank == 0 else None))
+        for rank in range(settings.ranks)
+    ]
+    for process in processes:
+        process.start()
+    sender.close()
+    open_pipe, give_up = True, settings.deadline + GRACE_SECONDS
+    while open_pipe or any(process.is_alive() for process in processes):
+        waited_for = [*([receiver] if open_pipe else []), *(p.sentinel for p in processes if p.is_alive())]
+        ready = connection.wait(waited_for, max(0.0, give_up - time.time()))
+        if not ready:
+            results.notes.append("Not all processes ended in time.")
+            break
+        if receiver in ready:
+            try:
+                file_message(*receiver.recv(), settings, results)
+            except EOFError:
+                open_pipe = False
+                give_up = min(give_up, time.time() + GRACE_SECONDS)
+        elif any(process.exitcode for process in processes):
+            give_up = min(give_up, time.time() + GRACE_SECONDS)
+    for process in processes:
+        process.kill()
+        process.join()
+    statuses = [process.exitcode for process in processes]
+    if any(statuses):
+        results.notes.append(f"Exit statuses of the ranks that measured: {statuses}.")
+    results.write()
+
+
+def file_message(kind: str, content: dict[str, Any], settings: Settings, results: Results) -> None:
+    """One message of rank 0."""
+    if kind == "conditions":
+        results.conditions = content
+        results.write()
+    elif kind == "row":
+        results.add_row(content)
+    else:
+        results.draw_timeline(content["tokens"], timelines(Path(settings.folder), settings.ranks))
+
+
+def main() -> int:
+    """Parse the command line and run the parts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tokens", type=int, nargs="+", help="batch sizes, in the order of measuring")
+    parser.add_argument("--parts", nargs="+", choices=["correctness", "failure", "scaling"], default=None)
+    parser.add_argument("--budget-seconds", type=float, default=900.0, help="nothing new is begun after this time")
+    parser.add_argument("--output", type=Path, help="path of the result files, without a suffix")
+    arguments = parser.parse_args()
+    start = time.time()
+    device, ranks = arguments.device, arguments.ranks
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        parser.error(f"--ranks: expected at most the {torch.cuda.device_count()} GPUs of this machine, got {ranks}")
+    if ranks < 2:
+        parser.error(f"--ranks: expected at least 2, got {ranks}")
+    name = torch.cuda.get_device_name(0).split()[-1] if device == "cuda" else "CPU"
+    results = Results(arguments.output or ROOT / "benchmarks" / "results" / f"{name}x{ranks}", ranks)
+    tokens = arguments.tokens or [*TOKENS[device], *([LONG_TOKENS] if ranks >= 8 and device == "cuda" else [])]
+    parts = arguments.parts or ["correctness", "failure", "scaling"]
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the spawned processes
+    with tempfile.TemporaryDirectory() as folder:
+        if set(parts) - {"scaling"}:
+            own = Path(folder, "cases")
+            own.mkdir()
+            check_cases(ranks, device, own, results, parts)
+            print(f"checks: {time.time() - start:.0f} s", flush=True)
+        if "scaling" in parts:
+            deadline = start + arguments.budget_seconds
+            measure(Settings(ranks, device, tuple(tokens), tokens[0], deadline, folder), results)
+            print(f"in all: {time.time() - start:.0f} s", flush=True)
+    return int(any(result != "equal" for result in results.correctness.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

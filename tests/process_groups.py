@@ -1,0 +1,92 @@
+"""Groups of processes for the distributed tests: start one, wait for it, collect what its ranks report."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import rank_process
+from rank_process import Case
+
+# Start of the processes, compilation and all cases, on two slow cores.
+DEADLINE = 240
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a rank ended.
+
+    Attributes:
+        reports: case -> "" or a traceback; cases that the process did not finish are missing.
+        status: exit status, negative for a signal; None if it had to be killed after the deadline.
+        seconds: from the end of the group's first process to the end of this one.
+    """
+
+    reports: dict[str, str]
+    status: int | None
+    seconds: float
+
+    def report(self, case: Case) -> str:
+        """What happened in a case, or how the process ended before it could tell."""
+        how = "did not end in time" if self.status is None else f"ended with status {self.status}"
+        return self.reports.get(case.__name__, f"the process {how}")
+
+
+def run_group(size: int, cases: Sequence[Case], folder: Path, device: str = "cpu") -> dict[str, list[str]]:
+    """What happened in each case on each rank: "" or what went wrong."""
+    endings = wait_for_group(start_group(size, cases, folder, device), folder)
+    return {case.__name__: [ending.report(case) for ending in endings] for case in cases}
+
+
+def run_groups(size: int, groups: Sequence[Sequence[Case]], folder: Path, device: str) -> dict[str, list[str]]:
+    """:func:`run_group` of several groups side by side."""
+    started = []
+    for number, cases in enumerate(groups):
+        own = folder / str(number)
+        own.mkdir()
+        started.append((start_group(size, cases, own, device), cases, own))
+    results: dict[str, list[str]] = {}
+    for processes, cases, own in started:
+        endings = wait_for_group(processes, own)
+        results |= {case.__name__: [ending.report(case) for ending in endings] for case in cases}
+    return results
+
+
+def start_group(size: int, cases: Sequence[Case], folder: Path, device: str = "cpu") -> list[BaseProcess]:
+    """Ranks that run the cases in order; they share ``folder``."""
+    context = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = [
+        context.Process(target=rank_process.run_cases, args=(rank, size, cases, str(folder), device))
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def wait_for_group(processes: Sequence[BaseProcess], folder: Path) -> list[Ending]:
+    """How the ranks of a group ended; those that don't until the deadline are killed."""
+    deadline = time.monotonic() + DEADLINE
+    ended: dict[int, float] = {}
+    while len(ended) < len(processes):
+        running = {process.sentinel: rank for rank, process in enumerate(processes) if rank not in ended}
+        ready = connection.wait(list(running), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        ended |= {running[sentinel]: time.monotonic() for sentinel in ready}  # type: ignore[index]
+    endings = []
+    for rank, process in enumerate(processes):
+        if rank not in ended:
+            process.kill()
+        process.join()
+        path = folder / f"{rank}.json"
+        reports = json.loads(path.read_text()) if path.exists() else {}
+        seconds = ended.get(rank, time.monotonic()) - min(ended.values(), default=deadline)
+        endings.append(Ending(reports, process.exitcode if rank in ended else None, seconds))
+    return endings
