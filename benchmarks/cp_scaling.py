@@ -32,11 +32,13 @@ from rank_process import Case  # noqa: E402
 
 TOKENS = {"cpu": [256, 512], "cuda": [32768, 131072, 8192, 65536]}
 LONG_TOKENS = 524288  # where there are enough GPUs to share its activations
+# Of the budget; what is not finished by then is ended, so that something is left for the measurements.
+CHECKS_SHARE = 0.6
 # Processes that have told all they know are ended after this time.
 GRACE_SECONDS = 20.0
 
 
-def check_cases(ranks: int, device: str, folder: Path, results: Results, parts: Sequence[str]) -> None:
+def check_cases(ranks: int, device: str, folder: Path, results: Results, parts: Sequence[str], deadline: float) -> None:
     """The cases of the tests, each group of them in processes of its own, all side by side."""
     # Not at the top: ranks import this module too, and those that measure do without torch._dynamo.
     from distributed_cases import ANY_DEVICE
@@ -55,7 +57,7 @@ def check_cases(ranks: int, device: str, folder: Path, results: Results, parts: 
         own.mkdir()
         started.append((start_group(ranks, cases, own, device), cases, own))
     for processes, cases, own in started:
-        endings = wait_for_group(processes, own)
+        endings = wait_for_group(processes, own, max(0.0, deadline - time.time()))
         for case in cases:
             if case in failing:
                 how = [f"rank {rank}: {_how_it_ended(ending, case)}" for rank, ending in enumerate(endings)]
@@ -133,7 +135,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, nargs="+", help="batch sizes, in the order of measuring")
     parser.add_argument("--parts", nargs="+", choices=["correctness", "failure", "scaling"], default=None)
-    parser.add_argument("--budget-seconds", type=float, default=900.0, help="nothing new is begun after this time")
+    parser.add_argument("--budget-seconds", type=float, default=900.0, help="nothing is begun after it")
     parser.add_argument("--output", type=Path, help="path of the result files, without a suffix")
     arguments = parser.parse_args()
     start = time.time()
@@ -151,7 +153,7 @@ def main() -> int:
         if set(parts) - {"scaling"}:
             own = Path(folder, "cases")
             own.mkdir()
-            check_cases(ranks, device, own, results, parts)
+            check_cases(ranks, device, own, results, parts, start + CHECKS_SHARE * arguments.budget_seconds)
             print(f"checks: {time.time() - start:.0f} s", flush=True)
         if "scaling" in parts:
             deadline = start + arguments.budget_seconds

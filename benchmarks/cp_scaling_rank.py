@@ -156,7 +156,9 @@ class RankBench:
         """SM clock in MHz; 0 where nothing can read it."""
         if self.device.type == "cpu" or importlib.util.find_spec("pynvml") is None:
             return 0.0
-        return float(torch.cuda.clock_rate(self.device))
+        with contextlib.suppress(Exception):  # a driver that does not tell is no reason to lose the measurements
+            return float(torch.cuda.clock_rate(self.device))
+        return 0.0
 
 
 class Batch:

@@ -70,9 +70,9 @@ def start_group(size: int, cases: Sequence[Case], folder: Path, device: str = "c
     return processes
 
 
-def wait_for_group(processes: Sequence[BaseProcess], folder: Path) -> list[Ending]:
-    """How the ranks of a group ended; those that don't until the deadline are killed."""
-    deadline = time.monotonic() + DEADLINE
+def wait_for_group(processes: Sequence[BaseProcess], folder: Path, seconds: float = DEADLINE) -> list[Ending]:
+    """How the ranks of a group ended; those that take longer are killed."""
+    deadline = time.monotonic() + seconds
     ended: dict[int, float] = {}
     while len(ended) < len(processes):
         running = {process.sentinel: rank for rank, process in enumerate(processes) if rank not in ended}
