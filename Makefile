@@ -9,7 +9,7 @@ STAMP := build/.installed$(subst /,_,$(PY))
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: install demo test lint pytest bench clean
+.PHONY: install demo test lint pytest sanitize bench clean
 
 install: $(STAMP)
 
@@ -37,6 +37,15 @@ lint: install
 
 pytest: install
 	$(PY) -m pytest $(ARGS)
+
+# On a machine with a GPU. The cache is off so that the tool sees each tensor as an allocation of its own.
+SANITIZER = PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1
+sanitize: install
+	SPARSE_CP_OPS_ARCH=auto $(SANITIZER) --tool memcheck $(PY) tests/sanitize.py
+	SPARSE_CP_OPS_ARCH=auto $(SANITIZER) --tool initcheck $(PY) tests/sanitize.py
+	SPARSE_CP_OPS_ARCH=portable $(SANITIZER) --tool memcheck $(PY) tests/sanitize.py
+	SPARSE_CP_OPS_ARCH=portable $(SANITIZER) --tool initcheck $(PY) tests/sanitize.py
+	SPARSE_CP_OPS_ARCH=portable $(SANITIZER) --tool racecheck $(PY) tests/sanitize.py
 
 bench: install
 	$(PY) -m sparse_cp_ops bench $(ARGS)
