@@ -6,6 +6,7 @@ import torch
 from cp_harness import PAGE, attention_inputs
 
 from sparse_cp_ops.cache_store import CacheStore, CacheWriter, create_cache_writer
+from sparse_cp_ops.cache_store.entry import EntryLayout
 from sparse_cp_ops.kv_cache import PagedKvCache
 
 LAYERS = (True, False, True)
@@ -29,10 +30,8 @@ def wipe(cache: PagedKvCache, pages: list[int]) -> None:
             layer_pages[pages] = 255
 
 
-def arrived(store: CacheStore) -> None:
-    if store.cache.device.type == "cuda":
-        torch.cuda.synchronize()
-    store.poll()
+def memory_for(cache: PagedKvCache, pages: int) -> int:
+    return pages * EntryLayout(cache, "").entry_bytes
 
 
 def store_pages(store: CacheStore, keys: list[bytes], pages: list[int]) -> None:
@@ -41,7 +40,7 @@ def store_pages(store: CacheStore, keys: list[bytes], pages: list[int]) -> None:
     with writer:
         for layer in range(store.cache.num_layers):
             writer.write_layer(layer)
-    arrived(store)
+    assert store.flush()
 
 
 def keys_of(store: CacheStore, count: int, seed: int = 0) -> list[bytes]:
@@ -51,7 +50,7 @@ def keys_of(store: CacheStore, count: int, seed: int = 0) -> list[bytes]:
 
 def test_wiped_pages_come_back_bit_for_bit(device: str) -> None:
     cache = random_cache(device)
-    store = CacheStore(cache, 8 * cache.page_bytes)
+    store = CacheStore(cache, memory_for(cache, 8))
     keys = keys_of(store, 3)
     before = {page: page_bytes(cache, page) for page in range(12)}
     store_pages(store, keys, [7, 2, 9])
@@ -69,7 +68,7 @@ def test_wiped_pages_come_back_bit_for_bit(device: str) -> None:
 
 def test_a_page_is_visible_only_with_all_its_layers(device: str) -> None:
     cache = random_cache(device)
-    store = CacheStore(cache, 8 * cache.page_bytes)
+    store = CacheStore(cache, memory_for(cache, 8))
     keys = keys_of(store, 2)
     writer = store.writer(keys, [0, 1])
     assert writer is not None
@@ -77,7 +76,7 @@ def test_a_page_is_visible_only_with_all_its_layers(device: str) -> None:
     writer.write_layer(2)
     assert store.match(keys) == 0
     writer.finish()
-    arrived(store)
+    assert store.flush()
     assert store.match(keys) == 0
     assert store.read(keys, [5, 6]) == 0
     store_pages(store, keys, [0, 1])
@@ -95,7 +94,7 @@ def fail_after_writing(writer: CacheWriter) -> None:
 
 def test_an_exception_or_an_abandoned_writer_leaves_no_trace(device: str) -> None:
     cache = random_cache(device)
-    store = CacheStore(cache, 2 * cache.page_bytes)
+    store = CacheStore(cache, memory_for(cache, 2))
     keys = keys_of(store, 2)
     writer = store.writer(keys, [0, 1])
     assert writer is not None
@@ -114,7 +113,7 @@ def test_an_exception_or_an_abandoned_writer_leaves_no_trace(device: str) -> Non
 
 def test_the_budget_holds_and_the_least_recently_used_pages_leave(device: str) -> None:
     cache = random_cache(device)
-    store = CacheStore(cache, 4 * cache.page_bytes + 100)
+    store = CacheStore(cache, memory_for(cache, 4) + 100)
     first, second, third = keys_of(store, 2, 1), keys_of(store, 2, 2), keys_of(store, 1, 3)
     store_pages(store, first, [0, 1])
     store_pages(store, second, [2, 3])
@@ -128,23 +127,25 @@ def test_the_budget_holds_and_the_least_recently_used_pages_leave(device: str) -
     store_pages(store, many, [0, 1, 2, 3, 4, 5])
     assert store.match(many) == 4
     assert store.match(first) == store.match(third) == 0
-    with pytest.raises(ValueError, match=rf"budget_bytes: expected at least {cache.page_bytes} .*, got 1000"):
+    with pytest.raises(ValueError, match=rf"budget_bytes: expected at least {memory_for(cache, 1)} .*, got 1000"):
         CacheStore(cache, 1000)
 
 
 def test_a_damaged_page_is_a_miss(device: str, caplog: pytest.LogCaptureFixture) -> None:
     cache = random_cache(device)
     for victim in range(2):
-        store = CacheStore(cache, 8 * cache.page_bytes)
+        store = CacheStore(cache, memory_for(cache, 8))
         keys = keys_of(store, 3)
         store_pages(store, keys, [0, 1, 2])
-        damaged = store._slots.indexer[2] if victim else store._slots.mla[1]
+        damaged = store.memory.indexer[2] if victim else store.memory.mla[1]
         assert damaged is not None
-        damaged[store._entries[keys[1]].slot].view(-1)[-1] ^= 1
+        (slot,) = store.memory.find(keys[1:2]).values()
+        damaged[slot].view(-1)[-1] ^= 1
+        store.memory.release([slot])
         wipe(cache, [3, 4, 5])
         with caplog.at_level(logging.WARNING):
             assert store.read(keys, [3, 4, 5]) == 1
-        assert "lost its checksum" in caplog.text
+        assert "lost their checksum" in caplog.text
         assert all(untouched.eq(255).all() for untouched in page_bytes(cache, 4))
         assert store.match(keys) == 1
         store_pages(store, keys, [0, 1, 2])
@@ -160,7 +161,7 @@ def test_other_layouts_and_models_have_other_keys() -> None:
 
 def test_closing_is_final_and_prompt(device: str) -> None:
     cache = random_cache(device)
-    store = CacheStore(cache, 4 * cache.page_bytes)
+    store = CacheStore(cache, memory_for(cache, 4))
     keys = keys_of(store, 1)
     writer = store.writer(keys, [0])
     assert writer is not None
@@ -178,7 +179,7 @@ def test_closing_is_final_and_prompt(device: str) -> None:
 
 def test_writers_are_made_for_prefill_and_for_the_requests_own_lengths(device: str) -> None:
     cache = random_cache(device)
-    store = CacheStore(cache, 12 * cache.page_bytes)
+    store = CacheStore(cache, memory_for(cache, 12))
     prompts = [[seed * 1000 + i for i in range(100)] for seed in range(3)]
     pages = [[0, 1, 2], [3, 4], [5]]
     table = torch.zeros(3, 3, dtype=torch.int32, device=device)
@@ -189,13 +190,15 @@ def test_writers_are_made_for_prefill_and_for_the_requests_own_lengths(device: s
     assert create_cache_writer(store, decode, prompts, pages) is None
     writer = create_cache_writer(store, prefill, prompts, pages)
     assert writer is not None
-    assert writer.keys == [*store.page_keys(prompts[0][: 2 * PAGE]), *store.page_keys(prompts[1][:PAGE])]
+    # The second page of the first request: the first one was complete before this forward.
+    assert writer.keys == [store.page_keys(prompts[0])[1], store.page_keys(prompts[1])[0]]
     with writer:
         for layer in range(3):
             writer.write_layer(layer)
-    arrived(store)
+    assert store.flush()
     assert create_cache_writer(store, prefill, prompts, pages) is None
-    for request, length in ((0, 2), (1, 1), (2, 0)):
+    assert store.match(store.page_keys(prompts[0])[1:]) == 1
+    for request, length in ((0, 0), (1, 1), (2, 0)):
         assert store.match(store.page_keys(prompts[request])) == length
     before = page_bytes(cache, 3)
     wipe(cache, [3])
@@ -211,7 +214,7 @@ def test_writers_are_made_for_prefill_and_for_the_requests_own_lengths(device: s
 
 def test_equal_prompts_in_one_batch_are_stored_once(device: str) -> None:
     cache = random_cache(device)
-    store = CacheStore(cache, 4 * cache.page_bytes)
+    store = CacheStore(cache, memory_for(cache, 4))
     prompt = list(range(2 * PAGE))
     table = torch.zeros(2, 2, dtype=torch.int32, device=device)
     writer = create_cache_writer(

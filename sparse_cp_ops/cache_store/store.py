@@ -1,104 +1,170 @@
-"""Pages beyond the device: bytes by content key, in host memory.
+"""Pages beyond the device: bytes by content key, in host memory and, behind it, in files or in a distributed engine.
 
-An entry is one page of all layers and both caches. It becomes visible when all of its bytes are there and their
-checksum is taken; until then, and whenever a checksum fails, a look-up misses.
+An entry is one page of all layers and both caches. It becomes visible when all of its bytes are there and sealed with
+a checksum; whatever is incomplete, damaged, of another model or out of reach is a miss with a line in the log.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
+import itertools
 import logging
+import os
 import time
-import weakref
-import zlib
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparse_cp_ops import ops
+from sparse_cp_ops.cache_store.backend import Backend, BackendError, StoreUrl, open_backend
+from sparse_cp_ops.cache_store.entry import EntryLayout
+from sparse_cp_ops.cache_store.host_memory import HostMemory
+from sparse_cp_ops.cache_store.io_thread import IoThread
 from sparse_cp_ops.cache_store.prefix_cache import Tokens, page_keys
+from sparse_cp_ops.cache_store.writer import CacheWriter
 from sparse_cp_ops.kv_cache import PagedKvCache
-from sparse_cp_ops.ops._types import require_ints
-
-if TYPE_CHECKING:
-    from sparse_cp_ops.nn.inputs import AttentionInputs
+from sparse_cp_ops.ops._types import require_floats, require_ints
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# Entries that are checked, moved or handed to a backend at once: 50 MB of a 61-layer model, enough for full speed.
+BATCH = 16
+# A backend that failed is left alone for so long; every request meanwhile recomputes without waiting for it.
+RETRY_SECONDS = 5.0
 
 # Memory that a copy may still write to when its store had to close: freeing it would be worse than keeping it.
-_abandoned: list[PagedKvCache] = []
+_abandoned: list[HostMemory] = []
 
 
-@dataclass(frozen=True)
-class _Entry:
-    slot: int
-    checksum: int
+@dataclass
+class StoreStats:
+    """What a store did, in pages."""
+
+    stored: int = 0  # acknowledged by the backend, or visible in memory if there is none
+    refused: int = 0  # no room in host memory when they were to be copied
+    failed: int = 0  # copied, but not taken by the backend
+    memory_hits: int = 0
+    backend_hits: int = 0
+    damaged: int = 0
+    backend_errors: int = 0  # calls that failed or came too late
 
 
 class CacheStore:
-    """The embedded store: a byte budget of host memory (pinned beside CUDA caches), least recently used pages leave.
+    """A byte budget of host memory (pinned beside CUDA caches), with or without a backend behind it.
 
-    On CUDA all copies run on the store's own stream, and the host never waits for them. One thread at a time.
+    Pages are copied on the store's own stream, sealed and handed on by a thread of its own; a page leaves the memory,
+    the least recently used first, only when the backend has it or has refused it. What finds no room is not stored.
+    Reads look into the memory, then into the backend. One thread at a time may use a store.
+
+    Attributes:
+        cache: the caches whose pages are stored.
+        fingerprint: of layout and model; the seed of all keys.
+        shared: whether other processes see what is stored here.
+        stats: counters.
     """
 
-    def __init__(self, cache: PagedKvCache, budget_bytes: int, model: str = "") -> None:
-        """Allocate the store.
+    def __init__(
+        self,
+        cache: PagedKvCache,
+        budget_bytes: int,
+        model: str = "",
+        backend: Backend | None = None,
+        *,
+        timeout: float = 10.0,
+        patience: float = 0.0,
+    ) -> None:
+        """Allocate the memory. :meth:`open` does this from a URL.
 
         Args:
             cache: the caches whose pages are stored.
-            budget_bytes: host memory to use, at least one page of all layers.
+            budget_bytes: host memory to use, at least one page of all layers and its header.
             model: what the bytes depend on besides the layout, see :meth:`PagedKvCache.layout_fingerprint`.
+            backend: where entries go to and come from; None = they stay in this memory.
+            timeout: seconds that a look-up or a read waits for the backend; then it is a miss.
+            patience: seconds that a writer waits for room that is being made; then it stores fewer pages.
 
         Raises:
-            TypeError: the cache or the budget has the wrong type.
-            ValueError: the budget is below one page.
+            TypeError: an argument of the wrong type.
+            ValueError: the budget is below one page, or a time is negative.
         """
         if not isinstance(cache, PagedKvCache):
             raise TypeError(f"CacheStore: cache: expected a PagedKvCache, got {type(cache).__name__}")
         require_ints("CacheStore", budget_bytes=budget_bytes)
+        require_floats("CacheStore", timeout=timeout, patience=patience)
+        if timeout < 0 or patience < 0:
+            raise ValueError(f"CacheStore: timeout, patience: expected at least 0, got {timeout} and {patience}")
         self.cache = cache
-        self.fingerprint = cache.layout_fingerprint(model)
-        num_slots = budget_bytes // cache.page_bytes
+        self.layout = EntryLayout(cache, model)
+        self.fingerprint = self.layout.fingerprint
+        self.shared = backend is not None
+        self.stats = StoreStats()
+        num_slots = budget_bytes // self.layout.entry_bytes
         if num_slots < 1:
             raise ValueError(
-                f"CacheStore: budget_bytes: expected at least {cache.page_bytes} (a page of all layers), "
+                f"CacheStore: budget_bytes: expected at least {self.layout.entry_bytes} (a page of all layers), "
                 f"got {budget_bytes}"
             )
         cuda = cache.device.type == "cuda"
-        self._slots = PagedKvCache(
-            cache.num_layers, num_slots, cache.page_size, "cpu", cache.indexer_layers, pin_memory=cuda
-        )
+        self.memory = HostMemory(num_slots, self.layout, pinned=cuda)
         self._stream = torch.cuda.Stream(cache.device) if cuda else None
-        self._free = list(range(num_slots))
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
-        self._writing: set[bytes] = set()  # of writers that are not finished, and of unpublished ones
-        self._unpublished: list[CacheWriter] = []
+        self._backend = backend
+        self._timeout, self._patience = timeout, patience
+        self._down_until = 0.0
+        self._writing: set[bytes] = set()  # reserved by writers and not visible yet
+        self._unfinished = 0  # finished writers whose pages are not acknowledged yet
         self._closed = False
+        # One for each direction: a read never waits for what is being stored.
+        self._sender, self._receiver = IoThread("cache-store-send"), IoThread("cache-store-receive")
+        self._checkers = concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1), "cache-store-check")
+
+    @classmethod
+    def open(
+        cls, url: str, cache: PagedKvCache, model: str = "", *, timeout: float = 10.0, patience: float = 0.0
+    ) -> CacheStore:
+        """The store of a URL (docs/cache_store.md has all options).
+
+        ``memory://?memory=4GiB`` stays in this process. ``file:///folder?disk=100GiB&memory=1GiB`` is a folder that
+        processes share. ``mooncake://master:port?metadata=http://host:port/metadata&memory=1GiB`` is a cluster.
+
+        Raises:
+            TypeError: an argument of the wrong type.
+            ValueError: a URL that is not understood, or a budget that is too small.
+            ImportError: Mooncake's package is not installed.
+            OSError: the folder can't be made or used.
+        """
+        parts = StoreUrl.parse(url)
+        if not isinstance(cache, PagedKvCache):
+            raise TypeError(f"CacheStore.open: cache: expected a PagedKvCache, got {type(cache).__name__}")
+        backend = open_backend(parts, EntryLayout(cache, model).entry_bytes)
+        return cls(cache, parts.size("memory", "1GiB"), model, backend, timeout=timeout, patience=patience)
 
     def page_keys(self, tokens: Tokens) -> list[bytes]:
         """Keys of the full pages of a token sequence."""
         return page_keys(tokens, self.cache.page_size, self.fingerprint)
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """How many of the keys, from the first on, are visible."""
-        self.poll()
-        count = 0
-        for key in keys:
-            if key not in self._entries:
-                break
-            count += 1
-        return count
+        """How many of the keys, from the first on, are visible; a read may still find fewer."""
+        self._require_open("match")
+        with self.memory.lock:
+            here = [key in self.memory for key in keys]
+        elsewhere = [key for key, found in zip(keys, here, strict=True) if not found]
+        if elsewhere:
+            present = self._ask(lambda backend: backend.present(elsewhere))
+            there = iter([False] * len(elsewhere) if present is None else present)
+            here = [found or next(there) for found in here]
+        return [*here, False].index(False)
 
     def read(self, keys: Sequence[bytes], pages: Sequence[int]) -> int:
         """Copy stored pages, both caches of all layers, to device pages, on the store's stream.
 
-        The current stream goes on behind the copies. It stops at the first key that is not visible or whose bytes
-        don't have their checksum any more.
+        The current stream goes on behind the copies. It stops at the first key that is not visible, not in time, or
+        whose bytes are not those that were sealed.
 
         Args:
             keys: of a request's pages, from the first on.
@@ -111,39 +177,30 @@ class CacheStore:
             ValueError: too few pages, pages outside the cache, or one page twice.
             RuntimeError: the store is closed.
         """
-        self._require_open()
+        self._require_open("read")
         pages = self.cache.require_pages("CacheStore.read", pages)
         if len(pages) < len(keys):
             raise ValueError(f"CacheStore.read: pages: expected at least {len(keys)}, got {len(pages)}")
         if len(set(pages)) < len(pages):
             raise ValueError(f"CacheStore.read: pages: expected different pages, got {pages}")
-        slots: list[int] = []
-        for key in keys[: self.match(keys)]:
-            entry = self._entries[key]
-            if self._checksum(entry.slot) != entry.checksum:
-                logger.warning("a stored page has lost its checksum: dropped")
-                self._drop(key)
+        deadline = time.monotonic() + self._timeout
+        batch = max(1, min(BATCH, len(self.memory) // 2))
+        restored = 0
+        while restored < len(keys):
+            wanted = keys[restored : restored + batch]
+            slots = self._fetch(wanted, deadline)
+            if slots:
+                self._copy_to_pages(slots, pages[restored : restored + len(slots)])
+            restored += len(slots)
+            if len(slots) < len(wanted):
                 break
-            self._entries.move_to_end(key)
-            slots.append(entry.slot)
-        if slots:
-            page_ids, store_slots = self._copy_arguments(pages[: len(slots)], slots)
-            with self._on_stream():
-                for layer_id in range(self.cache.num_layers):
-                    ops.read_cache_store(
-                        self._slots.mla[layer_id],
-                        self._slots.indexer[layer_id],
-                        store_slots,
-                        page_ids,
-                        self.cache.mla[layer_id],
-                        self.cache.indexer[layer_id],
-                    )
-            self._keep_until_copied(page_ids, store_slots, *self.cache.mla, *self.cache.indexer)
-            self._order_behind_copies()
-        return len(slots)
+        if restored:
+            self.order_behind_copies()
+            self.memory.touch(keys[:restored])
+        return restored
 
     def writer(self, keys: Sequence[bytes], pages: Sequence[int]) -> CacheWriter | None:
-        """Reserve room for the pages that are not here yet, and return what copies them; None if all are here.
+        """Reserve room for the pages that are not here yet, and return what copies them; None if there are none.
 
         The least recently used entries make room. Of more pages than fit, the first ones are stored.
 
@@ -155,79 +212,64 @@ class CacheStore:
             ValueError: another number of pages than of keys, or pages outside the cache.
             RuntimeError: the store is closed.
         """
-        self._require_open()
+        self._require_open("writer")
         pages = self.cache.require_pages("CacheStore.writer", pages)
         if len(keys) != len(pages):
             raise ValueError(f"CacheStore.writer: pages: expected {len(keys)} as keys, got {len(pages)}")
-        self.poll()
-        wanted = {key: page for key, page in zip(keys, pages, strict=True) if not self._touch(key)}
-        new = list(wanted.items())[: len(self._free) + len(self._entries)]
-        while len(self._free) < len(new):
-            self._drop(next(iter(self._entries)))
-        if not new:
+        with self.memory.lock:
+            known = self._writing.union(key for key in keys if key in self.memory)
+            self.memory.touch(keys)
+        wanted = {key: page for key, page in zip(keys, pages, strict=True) if key not in known}
+        slots = self.memory.take(len(wanted), self._patience)
+        if len(slots) < len(wanted):
+            self.stats.refused += len(wanted) - len(slots)
+            logger.warning("no room for %d of %d pages: they are not stored", len(wanted) - len(slots), len(wanted))
+        if not slots:
             return None
-        slots = [self._free.pop() for _ in new]
-        self._writing.update(key for key, _ in new)
-        return CacheWriter(self, [key for key, _ in new], [page for _, page in new], slots)
+        chosen = list(wanted.items())[: len(slots)]
+        with self.memory.lock:
+            self._writing.update(key for key, _ in chosen)
+        return CacheWriter(self, [key for key, _ in chosen], [page for _, page in chosen], slots)
 
-    def poll(self) -> None:
-        """Make the pages visible whose copies have arrived; waits for none. Every look-up does this first.
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until finished writers' pages are acknowledged or given up; False if that takes longer.
 
-        The host reads each new page once, for its checksum.
+        Args:
+            timeout: seconds; None = that of the store.
         """
-        arrived = [writer for writer in self._unpublished if writer.has_arrived()]
-        for writer in arrived:
-            self._unpublished.remove(writer)
-            for key, slot in zip(writer.keys, writer.slots, strict=True):
-                self._writing.discard(key)
-                self._entries[key] = _Entry(slot, self._checksum(slot))
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        with self.memory.lock:
+            while self._unfinished:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    return False
+                self.memory.lock.wait(remaining)
+        return True
 
     def close(self, timeout: float = 5.0) -> None:
-        """Forget everything and release the memory. Waits for running copies, at most ``timeout`` seconds."""
+        """Finish what is being stored, but no longer than ``timeout`` seconds: drop the rest. Forget everything."""
         if self._closed:
             return
-        self._closed = True
         deadline = time.monotonic() + timeout
+        if not self.flush(timeout):
+            logger.warning("cache store closed: %d writers' pages may be lost", self._unfinished)
+        self._closed = True
+        closing = None if self._backend is None else self._sender.submit(self._backend.close)
         while self._copies_run() and time.monotonic() < deadline:
             time.sleep(0.001)
         if self._copies_run():
             logger.warning("cache store closed while copies run: its memory is not released")
-            _abandoned.append(self._slots)
-        self._unpublished.clear()
-        self._entries.clear()
-        self._writing.clear()
-        del self._slots
+            _abandoned.append(self.memory)
+        if closing is not None:
+            concurrent.futures.wait([closing], max(0.1, deadline - time.monotonic()))
+        for thread in (self._sender, self._receiver):
+            thread.stop()
+        self._checkers.shutdown(wait=False)
+        self.memory.clear()
 
-    def _copies_run(self) -> bool:
-        return self._stream is not None and not self._stream.query()
+    # ---- for CacheWriter ----
 
-    def _touch(self, key: bytes) -> bool:
-        """Whether a key needs no write; a visible one becomes the most recently used."""
-        if key in self._entries:
-            self._entries.move_to_end(key)
-            return True
-        return key in self._writing
-
-    def _give_back(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Room of a writer that gave up. Its copies may still run: later ones to these slots come behind them."""
-        self._writing.difference_update(keys)
-        self._free += slots
-
-    def _drop(self, key: bytes) -> None:
-        self._free.append(self._entries.pop(key).slot)
-
-    def _checksum(self, slot: int) -> int:
-        checksum = 0
-        for pages in (*self._slots.mla, *self._slots.indexer):
-            if pages is not None:
-                checksum = zlib.crc32(pages[slot].numpy().data, checksum)
-        return checksum
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("CacheStore: the store is closed")
-
-    def _copy_arguments(self, pages: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def copy_arguments(self, pages: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, Tensor]:
         """page_ids int32 and store_slots int64 on the device of the caches."""
         page_ids, store_slots = torch.tensor(pages, dtype=torch.int32), torch.tensor(slots, dtype=torch.int64)
         if self._stream is not None:
@@ -235,137 +277,193 @@ class CacheStore:
         device = self.cache.device
         return page_ids.to(device, non_blocking=True), store_slots.to(device, non_blocking=True)
 
-    def _on_stream(self) -> torch.cuda.StreamContext | nullcontext[None]:
+    def on_stream(self) -> torch.cuda.StreamContext | nullcontext[None]:
         """Work on the store's stream, behind what the current stream has been given."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self.cache.device))
         return torch.cuda.stream(self._stream)
 
-    def _keep_until_copied(self, *tensors: Tensor | None) -> None:
+    def keep_until_copied(self, *tensors: Tensor | None) -> None:
+        """Memory that the store's stream reads is not given to others before it has."""
         if self._stream is not None:
             for tensor in tensors:
                 if tensor is not None:
                     tensor.record_stream(self._stream)
 
-    def _order_behind_copies(self) -> torch.cuda.Event | None:
-        """The current stream waits for the copies so far; returns their event."""
+    def order_behind_copies(self) -> Any:
+        """The current stream waits for the copies so far; returns their event, None on the CPU."""
         if self._stream is None:
             return None
-        done: torch.cuda.Event = self._stream.record_event()
+        done = self._stream.record_event()
         torch.cuda.current_stream(self.cache.device).wait_event(done)
         return done
 
+    def publish(self, writer: CacheWriter, copied: Any) -> None:
+        """Seal a complete writer's pages once they have arrived, show them, and hand them to the backend."""
+        with self.memory.lock:
+            self._unfinished += 1
+        self._sender.submit(lambda: self._publish(writer.keys, writer.slots, writer.acknowledged, copied))
 
-class CacheWriter:
-    """Copies the pages that one forward completes, layer by layer; what is not complete at the end never shows up.
+    def give_back(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+        """Room of a writer that gave up, as soon as its copies have ended."""
+        with self.memory.lock:
+            self._writing.difference_update(keys)
+        self.memory.release_after(None if self._stream is None else self._stream.record_event(), slots)
 
-    As a context manager it finishes at the end of the block, and gives up on an exception.
-    """
+    @property
+    def closed(self) -> bool:
+        """Whether the store takes no more calls."""
+        return self._closed
 
-    def __init__(self, store: CacheStore, keys: list[bytes], pages: list[int], slots: list[int]) -> None:
-        """Use :func:`create_cache_writer` or :meth:`CacheStore.writer`."""
-        self.keys = keys
-        self.slots = slots
-        self._store = store
-        self._page_ids, self._store_slots = store._copy_arguments(pages, slots)
-        self._layers: set[int] = set()
-        self._done: torch.cuda.Event | None = None
-        # A writer that is dropped unfinished gives its room back as well.
-        self._give_back = weakref.finalize(self, store._give_back, keys, slots)
-        self._give_back.atexit = False
+    # ---- storing ----
 
-    def write_layer(self, layer_id: int) -> None:
-        """Copy both caches of a layer, behind the writes that the current stream has been given.
+    def _publish(self, keys: list[bytes], slots: list[int], acknowledged: list[bytes], copied: Any) -> None:
+        """On the sending thread."""
+        try:
+            while copied is not None and not copied.query():
+                if self._closed:
+                    return
+                time.sleep(0.0002)  # a tenth of the time in which 50 MB arrive over PCIe
+            for start in range(0, len(keys), BATCH):
+                batch = list(zip(keys[start : start + BATCH], slots[start : start + BATCH], strict=True))
+                for key, slot in batch:
+                    self.layout.seal(self.memory.bytes_of(slot), key)
+                    self.memory.show(key, slot)
+                with self.memory.lock:
+                    self._writing.difference_update(key for key, _ in batch)
+                stored = self._send(batch)
+                with self.memory.lock:
+                    acknowledged += stored
+                    self.stats.stored += len(stored)
+                    self.stats.failed += len(batch) - len(stored)
+                    self.memory.release(slot for _, slot in batch)
+        finally:
+            with self.memory.lock:
+                self._unfinished -= 1
+                self.memory.lock.notify_all()
 
-        Raises:
-            ValueError: no layer of the cache.
-            RuntimeError: the writer is finished, or the store closed.
+    def _send(self, batch: Sequence[tuple[bytes, int]]) -> list[bytes]:
+        """The keys that the backend has acknowledged."""
+        if self._backend is None:
+            return [key for key, _ in batch]
+        if self._is_down() or self._closed:
+            return []
+        try:
+            results = self._backend.put([(key, self.memory.bytes_of(slot)) for key, slot in batch])
+        except (BackendError, OSError) as error:
+            self._take_down(f"{len(batch)} pages are not stored there ({error})")
+            return []
+        refused = results.count(False)
+        if refused:
+            logger.warning("the backend has refused %d of %d pages", refused, len(batch))
+        return [key for (key, _), stored in zip(batch, results, strict=True) if stored]
+
+    # ---- reading ----
+
+    def _fetch(self, keys: Sequence[bytes], deadline: float) -> list[int]:
+        """Slots with the checked bytes of the first keys, as many as can be had; the caller releases them."""
+        slots = held = self.memory.find(keys)
+        missing = [key for key in keys if key not in held]
+        if missing:
+            slots = held | self._receive(missing, deadline)
+        problems = dict(zip(slots, self._checkers.map(self._problem, slots, slots.values()), strict=True))
+        good = list(itertools.takewhile(lambda key: key in slots and problems[key] is None, keys))
+        for key, slot in slots.items():
+            if problems[key] is None:
+                self.memory.show(key, slot)
+                continue
+            self.memory.drop(slot)
+            self.stats.damaged += 1
+            logger.warning("miss: the stored page %s is dropped: %s", key.hex(), problems[key])
+            if key not in held:
+                self._ask(functools.partial(_remove, key=key))
+        self.memory.release(slot for key, slot in slots.items() if key not in good)
+        self.stats.memory_hits += sum(key in held for key in good)
+        self.stats.backend_hits += sum(key not in held for key in good)
+        return [slots[key] for key in good]
+
+    def _receive(self, keys: Sequence[bytes], deadline: float) -> dict[bytes, int]:
+        """Slots that the backend has filled; the caller releases them."""
+        if self._backend is None or self._is_down():
+            return {}
+        slots = self.memory.take(len(keys), deadline - time.monotonic(), for_copies_only=True)
+        wanted = list(zip(keys, slots, strict=False))
+        filled = self._ask(
+            lambda backend: backend.get([(key, self.memory.bytes_of(slot)) for key, slot in wanted]),
+            deadline,
+            abandoned=lambda: self.memory.release(slots),
+        )
+        if filled is None:
+            return {}
+        self.memory.release(slot for (_, slot), found in zip(wanted, filled, strict=True) if not found)
+        return {key: slot for (key, slot), found in zip(wanted, filled, strict=True) if found}
+
+    def _ask(
+        self,
+        question: Callable[[Backend], T],
+        deadline: float | None = None,
+        abandoned: Callable[[], None] = lambda: None,
+    ) -> T | None:
+        """Let the receiving thread ask the backend; None if it fails, is late, or is left alone for now.
+
+        ``abandoned`` is called when an answer that nobody waited for, or no answer, has come.
         """
-        store, cache = self._store, self._store.cache
-        cache.require_layer(layer_id)
-        store._require_open()
-        if not self._give_back.alive:
-            raise RuntimeError("CacheWriter: the writer is finished")
-        with store._on_stream():
-            ops.write_cache_store(
-                cache.mla[layer_id],
-                cache.indexer[layer_id],
-                self._page_ids,
-                self._store_slots,
-                store._slots.mla[layer_id],
-                store._slots.indexer[layer_id],
-            )
-        store._keep_until_copied(self._page_ids, self._store_slots, cache.mla[layer_id], cache.indexer[layer_id])
-        self._layers.add(layer_id)
-
-    def finish(self) -> None:
-        """Show the pages as soon as their bytes have arrived, if every layer was written; drop them otherwise.
-
-        The current stream goes on behind the copies, so that the pages may be written again.
-        """
-        store = self._store
-        if not self._give_back.alive or store._closed:
-            return
-        self._done = store._order_behind_copies()
-        if len(self._layers) < store.cache.num_layers:
-            self._give_back()
-            return
-        self._give_back.detach()
-        store._unpublished.append(self)
-        store.poll()
-
-    def abort(self) -> None:
-        """Drop the pages, whatever was written."""
-        self._layers.clear()
-        self.finish()
-
-    def has_arrived(self) -> bool:
-        """Whether all copies of a finished writer are done."""
-        return self._done is None or self._done.query()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.finish()
-        else:
-            self.abort()
-
-
-def create_cache_writer(
-    store: CacheStore | None,
-    inputs: AttentionInputs,
-    tokens: Sequence[Tokens],
-    pages: Sequence[Sequence[int]],
-) -> CacheWriter | None:
-    """The one place that decides what a forward stores: the full pages of prefix and new tokens, prefill only.
-
-    Lengths are the requests' own, not those of a rank's rows: every rank holds complete pages.
-
-    Args:
-        store: where to, None = nothing is stored.
-        inputs: the batch of the forward.
-        tokens: token ids of each request, at least ``prefix_len + new_len`` of them.
-        pages: pages of each request in order, as in the block table.
-
-    Returns:
-        The writer, None in decode or if the store has all pages already.
-    """
-    if store is None or not inputs.is_prefill:
+        backend = self._backend
+        if backend is None or self._is_down():
+            abandoned()
+            return None
+        deadline = time.monotonic() + self._timeout if deadline is None else deadline
+        future = self._receiver.submit(lambda: question(backend))
+        try:
+            return future.result(max(0.0, deadline - time.monotonic()))
+        except concurrent.futures.TimeoutError:
+            if future.cancel() or future.done():
+                abandoned()
+            else:
+                future.add_done_callback(lambda _: abandoned())
+            self._take_down("it has not answered in time")
+        except (BackendError, OSError) as error:
+            abandoned()
+            self._take_down(str(error))
         return None
-    page_size = store.cache.page_size
-    keys: list[bytes] = []
-    page_ids: list[int] = []
-    for request, length in enumerate((inputs.prefix_lens + inputs.new_lens).tolist()):
-        if len(tokens[request]) < length or len(pages[request]) < length // page_size:
-            raise ValueError(
-                f"create_cache_writer: request {request}: expected tokens and pages for {length} tokens, got "
-                f"{len(tokens[request])} tokens and {len(pages[request])} pages of {page_size}"
-            )
-        keys += store.page_keys(tokens[request][:length])
-        page_ids += pages[request][: length // page_size]
-    return store.writer(keys, page_ids)
+
+    def _copy_to_pages(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+        page_ids, store_slots = self.copy_arguments(pages, slots)
+        with self.on_stream():
+            for layer_id in range(self.cache.num_layers):
+                ops.read_cache_store(
+                    self.memory.mla[layer_id],
+                    self.memory.indexer[layer_id],
+                    store_slots,
+                    page_ids,
+                    self.cache.mla[layer_id],
+                    self.cache.indexer[layer_id],
+                )
+        self.keep_until_copied(page_ids, store_slots, *self.cache.mla, *self.cache.indexer)
+        self.memory.release_after(None if self._stream is None else self._stream.record_event(), slots)
+
+    def _problem(self, key: bytes, slot: int) -> str | None:
+        return self.layout.problem(self.memory.bytes_of(slot), key)
+
+    def _copies_run(self) -> bool:
+        return self._stream is not None and not self._stream.query()
+
+    # ---- the backend's state ----
+
+    def _is_down(self) -> bool:
+        return time.monotonic() < self._down_until
+
+    def _take_down(self, reason: str) -> None:
+        with self.memory.lock:
+            self.stats.backend_errors += 1
+        self._down_until = time.monotonic() + RETRY_SECONDS
+        logger.warning("miss: the store's backend is left alone for %.0f s: %s", RETRY_SECONDS, reason)
+
+    def _require_open(self, method: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"CacheStore.{method}: the store is closed")
+
+
+def _remove(backend: Backend, key: bytes) -> None:
+    backend.remove(key)

@@ -1,0 +1,136 @@
+"""Small stores and caches for tests; the content of a page follows from its key, so that anybody can check it."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from sparse_cp_ops.cache_store import CacheStore
+from sparse_cp_ops.cache_store.backend import BackendError
+from sparse_cp_ops.cache_store.entry import EntryLayout
+from sparse_cp_ops.kv_cache import PagedKvCache
+
+PAGE = 16
+LAYERS = (True, False, True)
+
+
+def small_cache(pages: int = 8, device: str = "cpu", layers: Sequence[bool] = LAYERS) -> PagedKvCache:
+    return PagedKvCache(len(layers), pages, PAGE, device, layers)
+
+
+def memory_for(cache: PagedKvCache, pages: int) -> int:
+    return pages * EntryLayout(cache, "").entry_bytes
+
+
+def keys_of(store: CacheStore, count: int, seed: int = 0) -> list[bytes]:
+    generator = random.Random(seed)
+    return store.page_keys([generator.randrange(1000) for _ in range(count * PAGE)])
+
+
+def content_of(cache: PagedKvCache, key: bytes) -> list[torch.Tensor]:
+    """What the page of a key holds in every cache."""
+    generator = np.random.default_rng(int.from_bytes(key))
+    return [
+        torch.from_numpy(generator.integers(256, size=pages[0].shape, dtype=np.uint8))
+        for pages in (*cache.mla, *cache.indexer)
+        if pages is not None
+    ]
+
+
+def fill(cache: PagedKvCache, keys: Sequence[bytes], pages: Sequence[int]) -> None:
+    for key, page in zip(keys, pages, strict=True):
+        arrays = [layer for layer in (*cache.mla, *cache.indexer) if layer is not None]
+        for layer, content in zip(arrays, content_of(cache, key), strict=True):
+            layer[page] = content.to(layer.device)
+
+
+def wipe(cache: PagedKvCache) -> None:
+    for layer in (*cache.mla, *cache.indexer):
+        if layer is not None:
+            layer.fill_(255)
+
+
+def holds(cache: PagedKvCache, key: bytes, page: int) -> bool:
+    arrays = [layer for layer in (*cache.mla, *cache.indexer) if layer is not None]
+    return all(
+        torch.equal(layer[page].cpu(), content) for layer, content in zip(arrays, content_of(cache, key), strict=True)
+    )
+
+
+def untouched(cache: PagedKvCache, page: int) -> bool:
+    return all(bool(layer[page].eq(255).all()) for layer in (*cache.mla, *cache.indexer) if layer is not None)
+
+
+def store_pages(store: CacheStore, keys: Sequence[bytes]) -> list[bytes]:
+    """Write pages through the device and wait; the acknowledged keys."""
+    fill(store.cache, keys, range(len(keys)))
+    writer = store.writer(keys, range(len(keys)))
+    assert writer is not None
+    with writer:
+        for layer in range(store.cache.num_layers):
+            writer.write_layer(layer)
+    assert store.flush()
+    return writer.acknowledged
+
+
+def read_back(store: CacheStore, keys: Sequence[bytes]) -> int:
+    """Pages that come back; they must be right, and the ones behind them untouched."""
+    wipe(store.cache)
+    restored = store.read(keys, range(len(keys)))
+    for page, key in enumerate(keys):
+        assert holds(store.cache, key, page) if page < restored else untouched(store.cache, page)
+    return restored
+
+
+class FakeBackend:
+    """Entries in a dict that another store can share; every call passes a gate and can be told to fail."""
+
+    def __init__(self) -> None:
+        self.content: dict[bytes, bytes] = {}
+        self.open_gate = threading.Event()
+        self.open_gate.set()
+        self.failing = False
+        self.room: int | None = None
+        self.calls = 0
+        self.closed = False
+
+    def _pass(self) -> None:
+        self.calls += 1
+        self.open_gate.wait()
+        if self.failing:
+            raise BackendError("the fake backend fails")
+
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        self._pass()
+        return [key in self.content for key in keys]
+
+    def put(self, entries: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+        self._pass()
+        taken = []
+        for key, content in entries:
+            taken.append(self.room is None or len(self.content) < self.room)
+            if taken[-1]:
+                self.content[key] = bytes(content)
+        return taken
+
+    def get(self, entries: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+        self._pass()
+        for key, content in entries:
+            if key in self.content:
+                content[:] = self.content[key]
+        return [key in self.content for key, _ in entries]
+
+    def remove(self, key: bytes) -> None:
+        self._pass()
+        self.content.pop(key, None)
+
+    def entries(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._pass()
+        self.closed = True

@@ -1,0 +1,320 @@
+"""A backend that is slow, full, failing, hanging or full of garbage: misses with log lines, never a wait for ever."""
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from store_harness import (
+    LAYERS,
+    FakeBackend,
+    content_of,
+    fill,
+    keys_of,
+    memory_for,
+    read_back,
+    small_cache,
+    store_pages,
+    untouched,
+    wipe,
+)
+
+from sparse_cp_ops.cache_store import CacheStore
+from sparse_cp_ops.cache_store import store as store_module
+from sparse_cp_ops.cache_store.entry import HEADER_BYTES, EntryLayout
+from sparse_cp_ops.kv_cache import PagedKvCache
+
+
+@pytest.fixture
+def backend() -> Iterator[FakeBackend]:
+    """Whatever hangs in it is let go at the end."""
+    fake = FakeBackend()
+    yield fake
+    fake.open_gate.set()
+
+
+def new_store(backend: FakeBackend, pages: int = 8, device: str = "cpu", **options: float) -> CacheStore:
+    cache = small_cache(8, device)
+    return CacheStore(cache, memory_for(cache, pages), "", backend, **{"timeout": 5.0, **options})
+
+
+def test_another_process_finds_what_was_acknowledged(device: str, backend: FakeBackend) -> None:
+    writing, reading = new_store(backend, device=device), new_store(backend, device=device)
+    keys = keys_of(writing, 5)
+    assert store_pages(writing, keys) == keys
+    assert reading.match([*keys, b"unknown"]) == 5
+    assert read_back(reading, keys) == 5
+    assert (reading.stats.backend_hits, reading.stats.memory_hits) == (5, 0)
+    calls = backend.calls
+    assert read_back(reading, keys) == 5
+    assert (reading.stats.backend_hits, reading.stats.memory_hits) == (5, 5)
+    assert backend.calls == calls
+    for store in (writing, reading):
+        store.close()
+    assert backend.closed
+
+
+@pytest.mark.parametrize("pages", [1, 2, 3])
+def test_more_pages_than_the_memory_has_pass_through_it(device: str, backend: FakeBackend, pages: int) -> None:
+    big, small = new_store(backend, device=device), new_store(backend, pages, device)
+    keys = keys_of(big, 8)
+    store_pages(big, keys)
+    for _ in range(3):
+        assert read_back(small, keys) == 8
+    assert read_back(small, keys_of(big, 3, seed=1)) == 0
+
+
+def flipped(content: bytes, position: int) -> bytes:
+    return content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
+
+
+def with_other_header(
+    make: Callable[[PagedKvCache], EntryLayout], key: bytes | None = None
+) -> Callable[[bytes, bytes], bytes]:
+    """The same payload under a valid header of another layout, model or key."""
+
+    def change(content: bytes, own_key: bytes) -> bytes:
+        layout = make(small_cache())
+        entry = bytearray(content)
+        layout.entry_bytes = len(entry)
+        layout.seal(memoryview(entry), key or own_key)
+        return bytes(entry)
+
+    return change
+
+
+DAMAGE: dict[str, tuple[Callable[[bytes, bytes], bytes], str]] = {
+    "first payload bit": (lambda content, _: flipped(content, HEADER_BYTES), "its bytes have lost their checksum"),
+    "last payload bit": (lambda content, _: flipped(content, len(content) - 1), "its bytes have lost their checksum"),
+    "half written": (
+        lambda content, _: content[: len(content) // 2] + bytes(len(content) - len(content) // 2),
+        "its bytes have lost their checksum",
+    ),
+    "zeros": (lambda content, _: bytes(len(content)), "no entry of this format"),
+    "magic": (lambda content, _: flipped(content, 0), "no entry of this format"),
+    "version": (lambda content, _: flipped(content, 8), "version 0 of the format, expected 1"),
+    "length in the header": (lambda content, _: flipped(content, 16), "its header is damaged"),
+    "key in the header": (lambda content, _: flipped(content, 24), "its header is damaged"),
+    "header checksum": (lambda content, _: flipped(content, 152), "its header is damaged"),
+    "another model": (with_other_header(lambda cache: EntryLayout(cache, "other")), "another model or layout"),
+    "another layout": (
+        with_other_header(lambda _: EntryLayout(small_cache(layers=(True, True, False)), "")),
+        "another model or layout",
+    ),
+    "another page's entry": (
+        with_other_header(lambda cache: EntryLayout(cache, ""), b"x" * 16),
+        f"it belongs to the key {(b'x' * 16).hex()}",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_entries_are_misses_and_can_be_stored_again(
+    backend: FakeBackend, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    change, message = DAMAGE[damage]
+    writing = new_store(backend)
+    keys = keys_of(writing, 4)
+    store_pages(writing, keys)
+    good = backend.content[keys[2]]
+    backend.content[keys[2]] = change(good, keys[2])
+    assert backend.content[keys[2]] != good
+    reading = new_store(backend)
+    with caplog.at_level(logging.WARNING):
+        assert read_back(reading, keys) == 2
+    assert f"miss: the stored page {keys[2].hex()} is dropped: {message}" in caplog.text
+    assert reading.stats.damaged == 1
+    assert reading.match(keys) == 2
+    assert store_pages(reading, keys) == keys[2:3]  # the fourth one was good and is in memory
+    assert backend.content[keys[2]] == good
+    assert read_back(new_store(backend), keys) == 4
+
+
+def test_an_entry_holds_the_bytes_of_all_layers_and_both_caches(backend: FakeBackend) -> None:
+    """The format in docs/cache_store.md, independently of the code that reads it."""
+    store = new_store(backend)
+    (key,) = keys_of(store, 1)
+    store_pages(store, [key])
+    entry = backend.content[key]
+    assert entry[:8] == b"SCPOPAGE"
+    assert int.from_bytes(entry[8:12], "little") == 1
+    assert int.from_bytes(entry[12:16], "little") == HEADER_BYTES == 256
+    assert int.from_bytes(entry[16:24], "little") == len(entry) - 256 == store.cache.page_bytes
+    assert entry[24:40] == key
+    assert entry[40:56] == store.fingerprint
+    mla, index = 16 * 656, 16 * 132
+    contents = content_of(store.cache, key)  # three MLA pages, then the indexer pages of layers 0 and 2
+    expected = [contents[0], contents[3], contents[1], contents[2], contents[4]]
+    assert sum(LAYERS) == 2
+    assert entry[256:] == b"".join(bytes(array.reshape(-1).numpy()) for array in expected)
+    assert len(entry) == 256 + 3 * mla + 2 * index
+
+
+def test_a_failing_backend_is_left_alone_for_a_while(
+    backend: FakeBackend, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "RETRY_SECONDS", 0.3)
+    other, store = new_store(backend), new_store(backend)
+    keys = keys_of(store, 2)
+    store_pages(other, keys)
+    backend.failing = True
+    with caplog.at_level(logging.WARNING):
+        assert read_back(store, keys) == 0
+    assert "left alone for 0 s: the fake backend fails" in caplog.text
+    calls = backend.calls
+    assert store.match(keys) == 0
+    assert read_back(store, keys) == 0
+    more = keys_of(store, 2, seed=1)
+    assert store_pages(store, more) == []
+    assert backend.calls == calls
+    assert store.stats.failed == 2
+    # What the backend has not taken is still a hit in this process.
+    assert read_back(store, more) == 2
+    backend.failing = False
+    time.sleep(0.35)
+    assert read_back(store, keys) == 2
+
+
+def test_a_full_backend_refuses_pages_and_reads_go_on(backend: FakeBackend, caplog: pytest.LogCaptureFixture) -> None:
+    backend.room = 3
+    store = new_store(backend)
+    keys = keys_of(store, 5)
+    with caplog.at_level(logging.WARNING):
+        assert store_pages(store, keys) == keys[:3]
+    assert "refused 2 of 5 pages" in caplog.text
+    assert (store.stats.stored, store.stats.failed) == (3, 2)
+    assert read_back(new_store(backend), keys) == 3
+
+
+def test_a_hanging_backend_costs_one_timeout_and_no_memory(
+    backend: FakeBackend, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, store = new_store(backend), new_store(backend, timeout=0.3)
+    keys = keys_of(store, 4)
+    store_pages(other, keys)
+    monkeypatch.setattr(store_module, "RETRY_SECONDS", 0.5)
+    backend.open_gate.clear()
+    with caplog.at_level(logging.WARNING):
+        start = time.monotonic()
+        assert read_back(store, keys) == 0
+        assert 0.25 < time.monotonic() - start < 2
+    assert "has not answered in time" in caplog.text
+    start = time.monotonic()
+    assert read_back(store, keys) == 0  # left alone: no waiting at all
+    assert time.monotonic() - start < 0.25
+    # The memory that the hanging call may still fill is not given to anybody else.
+    fill(store.cache, keys_of(store, 8, seed=2), range(8))
+    writer = store.writer(keys_of(store, 8, seed=2), range(8))
+    assert writer is not None
+    assert len(writer.keys) == 4
+    writer.abort()
+    backend.open_gate.set()
+    time.sleep(0.6)
+    assert read_back(store, keys) == 4
+    assert store_pages(store, keys_of(store, 8, seed=3)) == keys_of(store, 8, seed=3)
+
+
+def test_what_waits_for_a_hanging_backend_is_bounded_by_the_memory(backend: FakeBackend) -> None:
+    """Back-pressure: pages that the backend has not got yet keep their memory, and what finds none is not stored."""
+    store = new_store(backend, pages=4, timeout=0.2, patience=0.1)
+    first, second = keys_of(store, 3, seed=1), keys_of(store, 3, seed=2)
+    backend.open_gate.clear()
+    fill(store.cache, first, range(3))
+    with store.writer(first, range(3)) as writer:  # type: ignore[union-attr]
+        for layer in range(3):
+            writer.write_layer(layer)
+    assert not store.flush(0.2)
+    start = time.monotonic()
+    late = store.writer(second, range(3))
+    assert 0.08 < time.monotonic() - start < 1
+    assert late is not None
+    assert late.keys == second[:1]
+    assert store.stats.refused == 2
+    late.abort()
+    backend.open_gate.set()
+    assert store.flush(5)
+    assert writer.acknowledged == first
+    assert store_pages(store, second) == second
+
+
+def test_a_patient_writer_waits_for_room(backend: FakeBackend) -> None:
+    store = new_store(backend, pages=4, patience=10.0)
+    for seed in range(20):
+        keys = keys_of(store, 4, seed)
+        fill(store.cache, keys, range(4))
+        with store.writer(keys, range(4)) as writer:  # type: ignore[union-attr]
+            for layer in range(3):
+                writer.write_layer(layer)
+    assert store.flush()
+    assert store.stats.refused == 0
+    for seed in range(20):
+        assert read_back(store, keys_of(store, 4, seed)) == 4
+
+
+@pytest.mark.parametrize("busy", ["storing", "reading"])
+def test_closing_never_hangs(backend: FakeBackend, busy: str, caplog: pytest.LogCaptureFixture) -> None:
+    other, store = new_store(backend), new_store(backend, timeout=0.1)
+    keys = keys_of(store, 3)
+    store_pages(other, keys)
+    backend.open_gate.clear()
+    if busy == "storing":
+        writer = store.writer(keys_of(store, 3, seed=1), range(3))
+        assert writer is not None
+        with writer:
+            for layer in range(3):
+                writer.write_layer(layer)
+    else:
+        assert store.read(keys, range(3)) == 0
+    start = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        store.close(timeout=0.5)
+    assert time.monotonic() - start < 3
+    assert ("pages may be lost" in caplog.text) == (busy == "storing")
+    for call in (lambda: store.match(keys), lambda: store.read(keys, range(3)), lambda: store.writer(keys, range(3))):
+        with pytest.raises(RuntimeError, match="the store is closed"):
+            call()
+
+
+def test_closing_flushes(backend: FakeBackend) -> None:
+    store = new_store(backend)
+    keys = keys_of(store, 6)
+    fill(store.cache, keys, range(6))
+    with store.writer(keys, range(6)) as writer:  # type: ignore[union-attr]
+        for layer in range(3):
+            writer.write_layer(layer)
+    store.close()
+    assert set(backend.content) == set(keys)
+    assert backend.closed
+
+
+def test_a_store_that_is_dropped_unclosed_ends_its_threads(backend: FakeBackend) -> None:
+    store = new_store(backend)
+    store_pages(store, keys_of(store, 2))
+    assert sum(thread.name.startswith("cache-store") for thread in threading.enumerate()) >= 2
+    before = {thread for thread in threading.enumerate() if thread.name in ("cache-store-send", "cache-store-receive")}
+    del store
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while any(thread.is_alive() for thread in before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(thread.is_alive() for thread in before)
+
+
+def test_incomplete_layers_never_reach_the_backend(backend: FakeBackend) -> None:
+    store = new_store(backend)
+    keys = keys_of(store, 2)
+    fill(store.cache, keys, range(2))
+    writer = store.writer(keys, range(2))
+    assert writer is not None
+    writer.write_layer(0)
+    writer.write_layer(2)
+    writer.finish()
+    assert store.flush()
+    assert not backend.content
+    wipe(store.cache)
+    assert store.read(keys, range(2)) == 0
+    assert untouched(store.cache, 0)
+    assert not torch.is_inference(store.memory.slots)

@@ -1,0 +1,215 @@
+"""file:// in one process: permissions, budget, damage. What killed processes leave is in test_store_stress.py."""
+
+import fcntl
+import logging
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+from store_harness import keys_of, memory_for, read_back, small_cache, store_pages
+
+from sparse_cp_ops.cache_store import CacheStore
+from sparse_cp_ops.cache_store.backend import StoreUrl, parse_bytes
+from sparse_cp_ops.cache_store.entry import EntryLayout
+from sparse_cp_ops.cache_store.file_backend import FileBackend
+
+ENTRY = EntryLayout(small_cache(), "").entry_bytes
+
+
+def open_store(root: Path, options: str = "", model: str = "", **times: float) -> CacheStore:
+    return CacheStore.open(f"file://{root}?memory={8 * ENTRY}{options}", small_cache(), model, **times)
+
+
+def files_of(root: Path) -> list[Path]:
+    return sorted(root.glob("??/*.page"))
+
+
+def path_of(root: Path, key: bytes) -> Path:
+    return root / key.hex()[:2] / f"{key.hex()}.page"
+
+
+def test_pages_survive_the_process_and_nobody_else_may_read_them(tmp_path: Path) -> None:
+    root = tmp_path / "new" / "store"
+    store = open_store(root)
+    keys = keys_of(store, 5)
+    assert store_pages(store, keys) == keys
+    assert files_of(root) == sorted(path_of(root, key) for key in keys)
+    for path in [root, *root.rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
+    store.close()
+    assert not list((root / "writers").iterdir())
+    reading = open_store(root)
+    assert reading.match(keys) == 5
+    assert read_back(reading, keys) == 5
+    assert reading.stats.backend_hits == 5
+    assert read_back(open_store(root, model="other"), keys_of(open_store(root, model="other"), 5)) == 0
+
+
+def test_a_page_that_is_there_is_not_written_again(tmp_path: Path) -> None:
+    first, second = open_store(tmp_path), open_store(tmp_path)
+    keys = keys_of(first, 2)
+    store_pages(first, keys)
+    before = [path.stat().st_ino for path in files_of(tmp_path)]
+    assert store_pages(second, keys) == keys
+    assert [path.stat().st_ino for path in files_of(tmp_path)] == before
+
+
+@pytest.mark.parametrize("damage", ["truncated", "longer", "empty", "flipped", "directory", "link", "fifo"])
+def test_damaged_files_are_misses_and_are_replaced(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(tmp_path)
+    keys = keys_of(store, 3)
+    store_pages(store, keys)
+    path = path_of(tmp_path, keys[1])
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "directory":
+        path.mkdir()
+    elif damage == "link":
+        (tmp_path / "elsewhere").write_bytes(content)
+        path.symlink_to(tmp_path / "elsewhere")
+    elif damage == "fifo":
+        os.mkfifo(path)
+    else:
+        changed = {
+            "truncated": content[:-1],
+            "longer": content + b"x",
+            "empty": b"",
+            "flipped": content[:5000] + bytes([content[5000] ^ 128]) + content[5001:],
+        }
+        path.write_bytes(changed[damage])
+    reading = open_store(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert read_back(reading, keys) == 1
+    assert "miss" in caplog.text
+    if damage == "directory":
+        assert store_pages(open_store(tmp_path), keys) == []  # nothing of ours, and nothing that could be replaced
+        assert not [path for path in tmp_path.glob("writers/*/*") if path.name != "lock"]
+        return
+    again = open_store(tmp_path)
+    assert store_pages(again, keys) == keys
+    assert path.read_bytes() == content
+    assert read_back(open_store(tmp_path), keys) == 3
+
+
+def test_the_budget_holds_and_the_least_recently_used_files_leave(tmp_path: Path) -> None:
+    store = open_store(tmp_path, f"&disk={6 * ENTRY + 100}")
+    first, second, third = (keys_of(store, 2, seed) for seed in range(3))
+    for keys in (first, second):
+        store_pages(store, keys)
+        time.sleep(0.02)  # the file system's clock ticks
+    assert read_back(open_store(tmp_path), first) == 2
+    time.sleep(0.02)
+    store_pages(store, third)
+    assert sum(path.stat().st_size for path in files_of(tmp_path)) <= 6 * ENTRY
+    fourth = keys_of(store, 2, 4)
+    store_pages(store, fourth)
+    assert sum(path.stat().st_size for path in files_of(tmp_path)) <= 6 * ENTRY
+    reading = open_store(tmp_path)
+    assert [reading.match(keys) for keys in (first, fourth)] == [2, 2]
+    # Of the second chain the end left first.
+    assert reading.match(second) < 2
+    assert path_of(tmp_path, fourth[1]).exists()
+    with pytest.raises(ValueError, match=rf"disk: expected at least {ENTRY} bytes \(an entry\), got 1000"):
+        open_store(tmp_path, "&disk=1000")
+
+
+def test_a_full_disk_or_an_unusable_folder_is_a_refusal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    keys = keys_of(store, 2)
+
+    def no_space(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr(os, "write", no_space)
+        assert store_pages(store, keys) == []
+    assert "No space left on device" in caplog.text
+    assert not files_of(tmp_path)
+    assert [path.name for folder in (tmp_path / "writers").iterdir() for path in folder.iterdir()] == ["lock"]
+    assert read_back(store, keys) == 2  # from memory
+
+
+def test_folders_of_others_are_refused(tmp_path: Path) -> None:
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    with pytest.raises(PermissionError, match="to which not everybody may write"):
+        open_store(open_to_all)
+    os.chown(tmp_path, 12345, -1)
+    if os.geteuid() == 12345 or tmp_path.stat().st_uid != 12345:
+        return
+    with pytest.raises(PermissionError, match="of this user"):
+        open_store(tmp_path)
+
+
+def test_left_over_files_of_dead_writers_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+    dead, alive, young = (tmp_path / "writers" / name for name in ("dead", "alive", "young"))
+    for folder in (dead, alive, young):
+        folder.mkdir(parents=True)
+        (folder / "something.page").write_bytes(b"half")
+    for folder in (dead, alive):
+        os.utime(folder, (0, 0))
+    with open(alive / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.utime(alive, (0, 0))
+        store = open_store(tmp_path)
+        store_pages(store, keys_of(store, 1))
+        assert not dead.exists()
+        assert (alive / "something.page").exists()
+        assert (young / "something.page").exists()
+
+
+def test_inspection_changes_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path, model="V3.2")
+    keys = keys_of(store, 3)
+    store_pages(store, keys)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    found = list(FileBackend(str(tmp_path), None).entries())
+    assert [entry.name for entry in found] == sorted(key.hex() for key in keys)
+    assert {entry.size for entry in found} == {ENTRY}
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    with pytest.raises(FileNotFoundError):
+        FileBackend(str(tmp_path / "nothing"), None)
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("redis://host", "expected one of memory://, file://, mooncake://, got 'redis://host'"),
+        ("/tmp/x", "expected one of memory://"),
+        ("memory://?budget=1", "expected options memory, got 'budget'"),
+        ("memory://?memory=1&memory=2", "expected each option once"),
+        ("memory://?memory=lots", "memory: expected a number of bytes such as 4GiB, got 'lots'"),
+        ("memory://?memory=-1", "got '-1'"),
+        ("memory://?memory=10", r"budget_bytes: expected at least \d+ \(a page of all layers\), got 10"),
+        ("file://host/folder", "expected file:///absolute/folder"),
+        ("file://", "expected file:///absolute/folder"),
+    ],
+)
+def test_urls_that_are_refused(url: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CacheStore.open(url, small_cache())
+
+
+def test_urls_and_sizes(tmp_path: Path) -> None:
+    assert parse_bytes("x", "3") == 3
+    assert parse_bytes("x", "2KiB") == 2048
+    assert parse_bytes("x", "1TiB") == 2**40
+    assert StoreUrl.parse("file:///a%20b").path == "/a b"
+    store = CacheStore.open("memory://?memory=1MiB", small_cache())
+    assert not store.shared
+    assert len(store.memory) == 2**20 // ENTRY
+    assert store_pages(store, keys_of(store, 2)) == keys_of(store, 2)
+    with pytest.raises(TypeError, match="url: expected str, got PosixPath"):
+        CacheStore.open(tmp_path, small_cache())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="cache: expected a PagedKvCache"):
+        CacheStore.open("memory://", None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected at least 0, got -1"):
+        CacheStore(small_cache(), memory_for(small_cache(), 1), timeout=-1)
