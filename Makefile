@@ -1,4 +1,4 @@
-# make demo | make test | make bench. An active virtual environment is used as it is; otherwise .venv is made here.
+# make demo | make test | make test-mooncake | make bench. An active virtual environment is used as it is; otherwise .venv is made here.
 TORCH ?= torch==2.13.0
 MAX_JOBS ?= 2
 export MAX_JOBS
@@ -46,6 +46,16 @@ sanitize: install
 	SPARSE_CP_OPS_ARCH=portable $(SANITIZER) --tool memcheck $(PY) tests/sanitize.py
 	SPARSE_CP_OPS_ARCH=portable $(SANITIZER) --tool initcheck $(PY) tests/sanitize.py
 	SPARSE_CP_OPS_ARCH=portable $(SANITIZER) --tool racecheck $(PY) tests/sanitize.py
+
+# Installs Mooncake into the environment and its libraries into the system; the tests start and stop its servers.
+MOONCAKE ?= mooncake-transfer-engine-non-cuda==0.3.13.post1
+MOONCAKE_LIBRARIES := libibverbs1 librdmacm1 libnuma1 liburing2
+
+test-mooncake: install
+	dpkg -s $(MOONCAKE_LIBRARIES) >/dev/null 2>&1 || \
+		{ apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y $(MOONCAKE_LIBRARIES) >/dev/null; }
+	$(PY) -m pip install --quiet '$(MOONCAKE)'
+	SPARSE_CP_OPS_MOONCAKE=1 $(PY) -m pytest -m mooncake $(ARGS)
 
 bench: install
 	$(PY) -m sparse_cp_ops bench $(ARGS)

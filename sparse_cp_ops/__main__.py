@@ -1,4 +1,4 @@
-"""``python -m sparse_cp_ops``: what is built and what can run; ``python -m sparse_cp_ops bench``: measure it."""
+"""``python -m sparse_cp_ops``: what is built and what can run; ``bench``: measure it; ``cache``: look into a store."""
 
 import argparse
 import sys
@@ -10,12 +10,17 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("status", help="what is built, what can run here, and why not (the default)")
     bench = commands.add_parser("bench", help="measure the ops beside the ceilings of this machine")
+    cache = commands.add_parser("cache", help="look into a cache store")
     from sparse_cp_ops.bench import cli
+    from sparse_cp_ops.cache_store import inspection
 
     cli.add_arguments(bench)
+    inspection.add_arguments(cache)
     arguments = parser.parse_args(argv)
     if arguments.command == "bench":
         return cli.run(arguments)
+    if arguments.command == "cache":
+        return inspection.run(arguments)
     from sparse_cp_ops._status import status_report
 
     print(status_report())

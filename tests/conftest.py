@@ -1,5 +1,6 @@
 """Fixtures of all tests: the devices of this machine and poisoned memory."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,7 @@ def device(request: pytest.FixtureRequest) -> str:
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 NEEDS = {
     "cuda": (HAS_CUDA, f"need a CUDA device ({_load.CUDA_STATUS.reason})"),
+    "mooncake": ("SPARSE_CP_OPS_MOONCAKE" in os.environ, "need Mooncake's servers (make test-mooncake)"),
     "two_gpus": (HAS_CUDA and torch.cuda.device_count() >= 2, "need two CUDA devices"),
 }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from store_harness import keys_of, memory_for, read_back, small_cache, store_pages
 
+from sparse_cp_ops.__main__ import main
 from sparse_cp_ops.cache_store import CacheStore
 from sparse_cp_ops.cache_store.backend import StoreUrl, parse_bytes
 from sparse_cp_ops.cache_store.entry import EntryLayout
@@ -177,6 +178,44 @@ def test_inspection_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         FileBackend(str(tmp_path / "nothing"), None)
     assert not (tmp_path / "nothing").exists()
+
+
+def inspect(*arguments: str) -> int:
+    return main(["cache", "inspect", *arguments])
+
+
+def test_the_command_shows_models_and_finds_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for model, count in (("V3.2", 4), ("GLM-5\x1b[31m", 2)):
+        store = open_store(tmp_path, model=model)
+        keys = keys_of(store, count)
+        store_pages(store, keys)
+    assert inspect(f"file://{tmp_path}") == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    mebibytes = f"{4 * ENTRY / 2**20:.1f}"
+    assert rows[0][:2] == ["model", "fingerprint"]
+    assert [row[:1] + row[2:] for row in rows[1:3]] == [
+        ["GLM-5?[31m", "16", "3", "2", "2", f"{2 * ENTRY / 2**20:.1f}"],
+        ["V3.2", "16", "3", "2", "4", mebibytes],
+    ]
+    assert inspect(f"file://{tmp_path}", "--verify") == 0
+    assert "6 entries" in (out := capsys.readouterr().out)
+    assert "all verified" in out
+    flipped, short = (path_of(tmp_path, key) for key in keys)
+    flipped.write_bytes(flipped.read_bytes()[:-1] + b"?")
+    assert inspect(f"file://{tmp_path}") == 0
+    capsys.readouterr()
+    short.write_bytes(short.read_bytes()[:-1])
+    assert inspect(f"file://{tmp_path}", "--verify") == 1
+    out = capsys.readouterr().out
+    assert f"damaged: {flipped.stem}: its bytes have lost their checksum" in out
+    assert f"damaged: {short.stem}: it has {ENTRY - 257} bytes, its header says {ENTRY - 256}" in out
+    for url, message in (
+        (f"file://{tmp_path}/nothing", "No such file"),
+        ("memory://", "lives and ends with its process"),
+        ("ftp://x", "expected one of"),
+    ):
+        assert inspect(url) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

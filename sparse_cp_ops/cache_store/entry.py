@@ -56,6 +56,16 @@ def parse_header(data: bytes | memoryview) -> Header | str:
     return Header(payload_bytes, key, fingerprint, checksum, page_size, layers, indexers, name)
 
 
+def damage(entry: memoryview) -> str | None:
+    """What is wrong with an entry, whatever its layout and key; None if every byte is as it was sealed."""
+    header = parse_header(entry)
+    if isinstance(header, str):
+        return header
+    if xxhash.xxh3_128_digest(entry[HEADER_BYTES:]) != header.checksum:
+        return "its bytes have lost their checksum"
+    return None
+
+
 class EntryLayout:
     """Where the pages of a cache's layers stand in an entry.
 
@@ -122,9 +132,7 @@ class EntryLayout:
             return f"it has {header.payload_bytes} bytes, expected {self.entry_bytes - HEADER_BYTES}"
         if header.key != key:
             return f"it belongs to the key {header.key.hex()}"
-        if xxhash.xxh3_128_digest(entry[HEADER_BYTES:]) != header.checksum:
-            return "its bytes have lost their checksum"
-        return None
+        return damage(entry)
 
 
 def allocate_entries(count: int, entry_bytes: int, pinned: bool) -> Tensor:

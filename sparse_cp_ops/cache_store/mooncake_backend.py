@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import threading
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,14 +25,13 @@ from sparse_cp_ops.cache_store.entry import HEADER_BYTES
 logger = logging.getLogger(__name__)
 
 _PREFIX = "sparse_cp_ops/"
-# Codes of Mooncake's calls (mooncake-store/include/types.h).
-_NO_SPACE = -200
-_BAD_SIZE = -600
-_NOT_FOUND = -704
+# Codes of Mooncake's calls: transfers and remote calls that failed. All others are about the one object.
+_UNREACHABLE = range(-999, -799)
 # Registered memory for each direction: enough entries at once to fill a network.
 _BUFFER_BYTES = 64 * 2**20
 _BUFFER_ENTRIES = 16
 _HTTP_TIMEOUT = 5.0
+_PROBE_TIMEOUT = 1.0
 # Mooncake's own default lets a call to a dead master hang for a minute.
 _RPC_TIMEOUTS = {"MC_RPC_TIMEOUT_MS": "3000", "MC_RPC_CONNECT_TIMEOUT_MS": "2000"}
 
@@ -79,9 +79,8 @@ class MooncakeBackend:
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """Which objects exist."""
-        found = self._connected().batch_is_exist([_name(key) for key in keys])
-        _require_answers("batch_is_exist", found, good=(0, 1))
-        return [code == 1 for code in found]
+        codes = _answers("batch_is_exist", self._connected().batch_is_exist([_name(key) for key in keys]))
+        return [code == 1 for code in codes]
 
     def put(self, entries: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
         """Store objects; False where the cluster has no room. One that is there stays."""
@@ -89,8 +88,7 @@ class MooncakeBackend:
         for batch in self._batches(entries):
             for row, (_, content) in zip(self._sent.numpy(), batch, strict=False):
                 row.data[:] = content
-            codes = client.batch_put_from(*self._arguments(batch, self._sent))
-            _require_answers("batch_put_from", codes, good=(0, _NO_SPACE))
+            codes = _answers("batch_put_from", client.batch_put_from(*self._arguments(batch, self._sent)))
             stored += [code == 0 for code in codes]
         return stored
 
@@ -98,20 +96,18 @@ class MooncakeBackend:
         """Fetch objects; one of another length is a miss."""
         client, found = self._connected(), []
         for batch in self._batches(entries):
-            codes = client.batch_get_into(*self._arguments(batch, self._received))
-            _require_answers("batch_get_into", codes, good=(_NOT_FOUND, _BAD_SIZE, *range(len(batch[0][1]) + 1)))
+            codes = _answers("batch_get_into", client.batch_get_into(*self._arguments(batch, self._received)))
             for row, (key, content), code in zip(self._received.numpy(), batch, codes, strict=False):
-                if code not in (_NOT_FOUND, len(content)):
-                    logger.warning("miss: object %s has not the expected %d bytes", _name(key), len(content))
                 if code == len(content):
                     content[:] = row.data
+                elif code >= 0:
+                    logger.warning("miss: object %s has %d bytes, expected %d", _name(key), code, len(content))
                 found.append(code == len(content))
         return found
 
     def remove(self, key: bytes) -> None:
         """Remove an object, also while others may read it."""
-        code = self._connected().remove(_name(key), True)
-        _require_answers("remove", [code], good=(0, _NOT_FOUND))
+        _answers("remove", [self._connected().remove(_name(key), True)])
 
     def entries(self) -> Iterator[StoredEntry]:
         """All objects of this package; ``metrics`` of the URL is the master's HTTP address."""
@@ -146,21 +142,25 @@ class MooncakeBackend:
             if self._client is None:
                 for name, value in _RPC_TIMEOUTS.items():
                     os.environ.setdefault(name, value)
-                master = f"{self._url.place.hostname}:{self._url.place.port}"
-                client, options = self._make_client(), self._url.options
+                host, port, options = str(self._url.place.hostname), self._url.place.port or 0, self._url.options
+                metadata = urllib.parse.urlsplit(options["metadata"])
+                # The set-up retries for a minute and a half, and nothing in this process runs meanwhile.
+                _require_listening(host, port)
+                _require_listening(metadata.hostname or host, metadata.port or 80)
+                client = self._make_client()
                 code = client.setup(
-                    options.get("hostname") or _own_address(str(self._url.place.hostname)),
+                    options.get("hostname") or _own_address(host),
                     options["metadata"],
                     self._segment,
                     _BUFFER_BYTES,
                     options.get("protocol", "tcp"),
                     options.get("device", ""),
-                    master,
+                    f"{host}:{port}",
                 )
                 for buffer in (self._sent, self._received):
                     code = code or client.register_buffer(buffer.data_ptr(), buffer.numel())
                 if code:
-                    raise BackendError(f"Mooncake at {master} can't be reached (code {code})")
+                    raise BackendError(f"Mooncake at {host}:{port} can't be reached (code {code})")
                 self._client = client
             return self._client
 
@@ -180,10 +180,16 @@ def _name(key: bytes) -> str:
     return _PREFIX + key.hex()
 
 
-def _require_answers(call: str, codes: Sequence[int], good: Sequence[int]) -> None:
-    bad = [code for code in codes if code not in good]
-    if bad:
-        raise BackendError(f"Mooncake's {call} has failed for {len(bad)} of {len(codes)} entries (code {bad[0]})")
+def _answers(call: str, codes: list[int]) -> list[int]:
+    """The codes, if the cluster could be reached for any of them."""
+    if codes and all(code in _UNREACHABLE for code in codes):
+        raise BackendError(f"Mooncake's {call} has failed for all of {len(codes)} entries (code {codes[0]})")
+    return codes
+
+
+def _require_listening(host: str, port: int) -> None:
+    """Raise OSError unless somebody accepts connections there."""
+    socket.create_connection((host, port), _PROBE_TIMEOUT).close()
 
 
 def _own_address(other: str) -> str:

@@ -11,6 +11,7 @@ import functools
 import itertools
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -254,16 +255,23 @@ class CacheStore:
         if not self.flush(timeout):
             logger.warning("cache store closed: %d writers' pages may be lost", self._unfinished)
         self._closed = True
-        closing = None if self._backend is None else self._sender.submit(self._backend.close)
+        backend, gone = self._backend, threading.Event()
+        if backend is not None:
+            # Behind all calls that still run, however late they end: a backend is not closed under anybody's hands.
+            def close_backend() -> None:
+                try:
+                    backend.close()
+                finally:
+                    gone.set()
+
+            self._receiver.submit(lambda: self._sender.submit(close_backend))
         while self._copies_run() and time.monotonic() < deadline:
             time.sleep(0.001)
         if self._copies_run():
             logger.warning("cache store closed while copies run: its memory is not released")
             _abandoned.append(self.memory)
-        if closing is not None:
-            concurrent.futures.wait([closing], max(0.1, deadline - time.monotonic()))
-        for thread in (self._sender, self._receiver):
-            thread.stop()
+        if backend is not None and not gone.wait(max(0.1, deadline - time.monotonic())):
+            logger.warning("cache store closed while its backend is busy")
         self._checkers.shutdown(wait=False)
         self.memory.clear()
 
