@@ -60,7 +60,7 @@ class BuildExtension(cpp_extension.BuildExtension):  # type: ignore[misc]
         """Drop CUDA objects older than a header they include: in a CPU build of torch ninja does not track those."""
         for built in glob(f"{self.build_temp}/csrc/cuda/**/*.o", recursive=True):
             rule = Path(built).with_suffix(".d")
-            included = rule.read_text().replace("\\\n", " ").split(" : ", 1)[1].split() if rule.is_file() else HEADERS
+            included = rule.read_text().replace("\\\n", " ").split(": ", 1)[1].split() if rule.is_file() else HEADERS
             if any(not os.path.exists(f) or os.path.getmtime(f) > os.path.getmtime(built) for f in included):
                 os.remove(built)
         super().build_extensions()
