@@ -26,12 +26,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from cp_scaling_rank import Settings, run_rank, timelines  # noqa: E402
-from cp_scaling_report import Results  # noqa: E402
-from process_groups import Ending, start_group, wait_for_group  # noqa: E402
+from cp_scaling_report import OK, Results  # noqa: E402
+from process_groups import EXIT_STATUS, Ending, results_of, run_groups  # noqa: E402
 from rank_process import Case  # noqa: E402
 
-TOKENS = {"cpu": [256, 512], "cuda": [32768, 131072, 8192, 65536]}
-LONG_TOKENS = 524288  # where there are enough GPUs to share its activations
+# In the order of measuring. The small ones, and new tokens behind a long prefix, show where sharing begins to pay.
+BATCHES = {
+    "cpu": ["256", "512", "64+256"],
+    "cuda": ["32768", "131072", "8192", "65536", "256", "512", "1024", "2048", "4096", "128+65536", "512+65536"],
+}
+LONG_BATCH = "524288"  # where there are enough GPUs to share its activations
 # Of the budget; what is not finished by then is ended, so that something is left for the measurements.
 CHECKS_SHARE = 0.6
 # Processes that have told all they know are ended after this time.
@@ -51,25 +55,22 @@ def check_cases(ranks: int, device: str, folder: Path, results: Results, parts: 
         groups += GPU_GROUPS if device == "cuda" else [ANY_DEVICE]
     if "failure" in parts:
         failing += FAILING_RANK if device == "cpu" else [*FAILING_RANK, different_batches_on_gpus]
-    started = []
-    for number, cases in enumerate([*groups, *([case] for case in failing)]):
-        own = folder / str(number)
-        own.mkdir()
-        started.append((start_group(ranks, cases, own, device), cases, own))
-    for processes, cases, own in started:
-        endings = wait_for_group(processes, own, max(0.0, deadline - time.time()))
-        for case in cases:
-            if case in failing:
-                how = [f"rank {rank}: {_how_it_ended(ending, case)}" for rank, ending in enumerate(endings)]
-                results.failures[case.__name__] = "; ".join(how)
-            else:
-                reports = dict.fromkeys(report for ending in endings if (report := ending.report(case)))
-                for report in reports:
-                    print(f"{case.__name__}:\n{report}", flush=True)
-                results.correctness[case.__name__] = "; ".join(map(_last_line, reports)) or "equal"
-            outcome = results.correctness.get(case.__name__) or results.failures[case.__name__]
-            print(f"{case.__name__}: {outcome}", flush=True)
-        results.write()
+    all_cases = [*groups, *([case] for case in failing)]
+    ended = run_groups(ranks, all_cases, folder, device, max(0.0, deadline - time.time()))
+    for endings, cases in zip(ended[: len(groups)], groups, strict=True):
+        for case, reports in results_of(endings, cases).items():
+            different = dict.fromkeys(report for report in reports if report)
+            for report in different:
+                print(f"{case}:\n{report}", flush=True)
+            outcome = "; ".join(map(_last_line, different)) or OK
+            if case != EXIT_STATUS or results.correctness.get(EXIT_STATUS, OK) == OK:
+                results.correctness[case] = outcome
+    for endings, case in zip(ended[len(groups) :], failing, strict=True):
+        how = [f"rank {rank}: {_how_it_ended(ending, case)}" for rank, ending in enumerate(endings)]
+        results.failures[case.__name__] = "; ".join(how)
+    for name, outcome in (results.correctness | results.failures).items():
+        print(f"{name}: {outcome}", flush=True)
+    results.write()
 
 
 def _how_it_ended(ending: Ending, case: Case) -> str:
@@ -128,12 +129,18 @@ def file_message(kind: str, content: dict[str, Any], settings: Settings, results
         results.draw_timeline(content["tokens"], timelines(Path(settings.folder), settings.ranks))
 
 
+def parse_batch(text: str) -> tuple[int, int]:
+    """ "NEW" or "NEW+PREFIX" -> (new, prefix)."""
+    new, _, prefix = text.partition("+")
+    return int(new), int(prefix or 0)
+
+
 def main() -> int:
     """Parse the command line and run the parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, nargs="+", help="batch sizes, in the order of measuring")
+    parser.add_argument("--tokens", nargs="+", help="batches in the order of measuring: NEW or NEW+PREFIX tokens")
     parser.add_argument("--parts", nargs="+", choices=["correctness", "failure", "scaling"], default=None)
     parser.add_argument("--budget-seconds", type=float, default=900.0, help="nothing is begun after it")
     parser.add_argument("--output", type=Path, help="path of the result files, without a suffix")
@@ -145,9 +152,10 @@ def main() -> int:
     if ranks < 2:
         parser.error(f"--ranks: expected at least 2, got {ranks}")
     name = torch.cuda.get_device_name(0).split()[-1] if device == "cuda" else "CPU"
-    results = Results(arguments.output or ROOT / "benchmarks" / "results" / f"{name}x{ranks}", ranks)
-    tokens = arguments.tokens or [*TOKENS[device], *([LONG_TOKENS] if ranks >= 8 and device == "cuda" else [])]
     parts = arguments.parts or ["correctness", "failure", "scaling"]
+    results = Results(arguments.output or ROOT / "benchmarks" / "results" / f"{name}x{ranks}", ranks, parts)
+    tokens = arguments.tokens or [*BATCHES[device], *([LONG_BATCH] if ranks >= 8 and device == "cuda" else [])]
+    batches = tuple(parse_batch(batch) for batch in tokens)
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the spawned processes
     with tempfile.TemporaryDirectory() as folder:
         if set(parts) - {"scaling"}:
@@ -157,9 +165,9 @@ def main() -> int:
             print(f"checks: {time.time() - start:.0f} s", flush=True)
         if "scaling" in parts:
             deadline = start + arguments.budget_seconds
-            measure(Settings(ranks, device, tuple(tokens), tokens[0], deadline, folder), results)
+            measure(Settings(ranks, device, batches, batches[0], deadline, folder), results)
             print(f"in all: {time.time() - start:.0f} s", flush=True)
-    return int(any(result != "equal" for result in results.correctness.values()))
+    return int(any(result != OK for result in results.correctness.values()))
 
 
 if __name__ == "__main__":

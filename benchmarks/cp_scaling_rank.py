@@ -41,8 +41,8 @@ class Settings:
 
     ranks: int
     device: str
-    tokens: tuple[int, ...]
-    profiled_tokens: int
+    batches: tuple[tuple[int, int], ...]  # (new, prefix) tokens of one request
+    profiled: tuple[int, int]
     deadline: float  # time.time() after which nothing new is begun
     folder: str
 
@@ -98,7 +98,7 @@ class RankBench:
         assert dist.group.WORLD is not None
         self.rank, self.settings = rank, settings
         self.device = torch.device("cuda", rank) if settings.device == "cuda" else torch.device("cpu")
-        self.config = model(settings.device, max(163840, *settings.tokens))
+        self.config = model(settings.device, max(163840, *map(sum, settings.batches)))
         torch.manual_seed(0)  # the same weights everywhere
         self.layer = MlaAttention(self.config, 0, device=self.device, dtype=torch.bfloat16).requires_grad_(False)
         self.plain: dist.ProcessGroup = dist.group.WORLD
@@ -162,16 +162,20 @@ class RankBench:
 
 
 class Batch:
-    """One request of ``tokens`` new tokens, whole on this rank and shared by all."""
+    """One request of ``tokens`` new tokens behind a cached prefix, whole on this rank and shared by all."""
 
-    def __init__(self, bench: RankBench, tokens: int) -> None:
-        self.bench, self.tokens = bench, tokens
+    def __init__(self, bench: RankBench, tokens: int, prefix: int) -> None:
+        self.bench, self.tokens, self.prefix = bench, tokens, prefix
         config, device = bench.config, bench.device
         torch.manual_seed(tokens)
-        self.hidden = torch.randn(tokens, config.hidden_size, device=device, dtype=torch.bfloat16)
-        pages = -(-tokens // config.page_size)
+        pages = -(-(prefix + tokens) // config.page_size)
         self.cache = PagedKvCache(1, pages, config.page_size, device)
         self.table = torch.randperm(pages, device=device).int().unsqueeze(0)
+        impl = get_mla_impl(config, ParallelismConfig())
+        if prefix:
+            hidden = torch.randn(prefix, config.hidden_size, device=device, dtype=torch.bfloat16)
+            bench.layer(hidden, self.cache, impl, impl.prepare(self.inputs(prefix, 0)))
+        self.hidden = torch.randn(tokens, config.hidden_size, device=device, dtype=torch.bfloat16)
 
     def inputs(self, new: int, prefix: int) -> AttentionInputs:
         return AttentionInputs(True, *(torch.tensor([n], dtype=torch.int32) for n in (new, prefix)), self.table)
@@ -185,7 +189,7 @@ class Batch:
             outs = []
             for start in starts:
                 rows = self.hidden[start : start + CHUNK_TOKENS]
-                plan = impl.prepare(self.inputs(len(rows), start))
+                plan = impl.prepare(self.inputs(len(rows), self.prefix + start))
                 outs.append(layer(rows, self.cache, impl, plan)[0])
             return outs[0] if len(outs) == 1 else torch.cat(outs)
 
@@ -198,17 +202,17 @@ class Batch:
         layer = copy.copy(self.bench.layer)  # the same parameters
         layer.group = CpGroup.of(group)
         impl: SparseMlaImpl = get_mla_impl(self.bench.config, self.bench.parallelism(split, method), group)
-        plan = impl.prepare(self.inputs(self.tokens, 0))
+        plan = impl.prepare(self.inputs(self.tokens, self.prefix))
         rows = self.hidden[plan.token_ids.clamp(min=0)]
         return lambda: layer(rows, self.cache, impl, plan)[0], plan.token_ids
 
 
-def measure_layer(bench: RankBench, tokens: int, report: Callable[[dict[str, Any]], None]) -> None:
+def measure_layer(bench: RankBench, tokens: int, prefix: int, report: Callable[[dict[str, Any]], None]) -> None:
     """Times of the layer in all its variants; each is reported as soon as it is there."""
-    batch = Batch(bench, tokens)
+    batch = Batch(bench, tokens, prefix)
     overlap, in_line = CPRotateMethod.ALL_GATHER_WITH_OVERLAP, CPRotateMethod.ALL_GATHER
     cuda = bench.device.type == "cuda"
-    row: dict[str, Any] = {"tokens": tokens}
+    row: dict[str, Any] = {"tokens": tokens, "prefix": prefix}
 
     def measured(name: str, run: Callable[[], object]) -> None:
         row[name] = bench.milliseconds(run)
@@ -247,7 +251,8 @@ def measure_layer(bench: RankBench, tokens: int, report: Callable[[dict[str, Any
             continue
         with no_communication() if silent else contextlib.nullcontext():
             measured(name, batch.shared(split, method, group)[0])
-    measure_gathers(bench, tokens, row, report)
+    if bench.has_time() and not prefix:
+        measure_gathers(bench, tokens, row, report)
 
 
 def measure_gathers(
@@ -282,9 +287,9 @@ def measure_gathers(
     report(row)
 
 
-def profile_layer(bench: RankBench, tokens: int) -> None:
+def profile_layer(bench: RankBench, tokens: int, prefix: int) -> None:
     """One forward of the layer after a warm one, for the time line: ``folder/timeline-<rank>.json``."""
-    run, _ = Batch(bench, tokens).shared("zigzag", CPRotateMethod.ALL_GATHER_WITH_OVERLAP, bench.plain)
+    run, _ = Batch(bench, tokens, prefix).shared("zigzag", CPRotateMethod.ALL_GATHER_WITH_OVERLAP, bench.plain)
     cuda = bench.device.type == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
     run()
@@ -321,11 +326,11 @@ def run_rank(rank: int, settings: Settings, messages: Connection | None) -> None
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if settings.device == "cuda" else "none (gloo)"
     buffers = "in place" if bench.registered is not None else "not available"
     send("conditions", {**conditions(bench.device), "NCCL": nccl, "registered buffers": buffers})
-    for tokens in settings.tokens:
+    for tokens, prefix in settings.batches:
         if bench.has_time():
-            measure_layer(bench, tokens, lambda row: send("row", row))
-        if tokens == settings.profiled_tokens and bench.has_time():
-            profile_layer(bench, tokens)
+            measure_layer(bench, tokens, prefix, lambda row: send("row", row))
+        if (tokens, prefix) == settings.profiled and bench.has_time():
+            profile_layer(bench, tokens, prefix)
             bench.of_all_ranks(0.0)
             send("timeline", {"tokens": tokens})
     bench.of_all_ranks(0.0)

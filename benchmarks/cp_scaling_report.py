@@ -28,25 +28,34 @@ COLOURS = {
 Event = tuple[str, int, int, int]  # name, start ns, duration ns, stream
 
 
-class Results:
-    """Everything so far; the files are written anew whenever something is added."""
+OK = "as one rank"  # a check that held
 
-    def __init__(self, output: Path, ranks: int) -> None:
+
+class Results:
+    """Everything so far; the files are written anew whenever something is added.
+
+    Parts that a run leaves out keep what the JSON of an earlier run says.
+    """
+
+    def __init__(self, output: Path, ranks: int, parts: Sequence[str]) -> None:
         self.output, self.ranks = output, ranks
-        self.conditions: dict[str, str] = {}
-        self.correctness: dict[str, str] = {}
-        self.failures: dict[str, str] = {}
-        self.rows: list[dict[str, Any]] = []
-        self.timeline: dict[str, Any] = {}
-        self.notes: list[str] = []
+        path = output.with_suffix(".json")
+        before = json.loads(path.read_text()) if path.exists() else {}
+        measured_before = {} if "scaling" in parts else before
+        self.correctness: dict[str, str] = {} if "correctness" in parts else before.get("correctness", {})
+        self.failures: dict[str, str] = {} if "failure" in parts else before.get("failures", {})
+        self.conditions: dict[str, str] = measured_before.get("conditions", {})
+        self.rows: list[dict[str, Any]] = measured_before.get("rows", [])
+        self.timeline: dict[str, Any] = measured_before.get("timeline", {})
+        self.notes: list[str] = measured_before.get("notes", [])
 
     def add_row(self, row: dict[str, Any]) -> None:
-        """The measurements at one number of tokens; a later row of it replaces an earlier one."""
-        before = next((other for other in self.rows if other["tokens"] == row["tokens"]), {})
+        """The measurements of one batch; a later row of it replaces an earlier one."""
+        before: dict[str, Any] = next((other for other in self.rows if _batch(other) == _batch(row)), {})
         new = {name: _short(value) for name, value in row.items() if name not in before}
-        print(f"{row['tokens']} tokens: {new}", flush=True)
-        self.rows = [other for other in self.rows if other["tokens"] != row["tokens"]] + [row]
-        self.rows.sort(key=lambda other: other["tokens"])
+        print(f"{_batch(row)}: {new}", flush=True)
+        self.rows = [other for other in self.rows if _batch(other) != _batch(row)] + [row]
+        self.rows.sort(key=lambda other: (other["prefix"], other["tokens"]))
         self.write()
 
     def write(self) -> None:
@@ -74,7 +83,7 @@ class Results:
                 _table(LAYER_COLUMNS, [layer_cells(row) for row in self.rows]),
                 "## One gather",
                 "Alone, back to back. Rate: bytes that a rank receives over time.",
-                _table(GATHER_COLUMNS, [gather_cells(row, self.ranks) for row in self.rows]),
+                _table(GATHER_COLUMNS, [gather_cells(row, self.ranks) for row in self.rows if not row["prefix"]]),
             ]
         if self.timeline:
             hidden = ", ".join(f"rank {rank}: {share:.1f} %" for rank, share in enumerate(self.timeline["exposed"]))
@@ -99,8 +108,8 @@ class Results:
 
 
 LAYER_COLUMNS = [
-    "tokens", "one GPU", "zigzag", "interleave", "speed-up", "exposed", "in line", "registered", "balance zigzag",
-    "balance interleave", "GiB one GPU", "GiB a rank", "difference", "SM MHz",
+    "tokens (+ prefix)", "one GPU", "zigzag", "interleave", "speed-up", "exposed", "in line", "registered",
+    "balance zigzag", "balance interleave", "GiB one GPU", "GiB a rank", "difference", "SM MHz",
 ]  # fmt: skip
 GATHER_COLUMNS = [
     "tokens",
@@ -122,7 +131,7 @@ def layer_cells(row: dict[str, Any]) -> list[str]:
     silent, zigzag = slowest["zigzag_silent_ms"], slowest["zigzag_ms"]
     clocks = [clock for clock in row.get("clock_mhz", ()) if clock]
     return [
-        f"{row['tokens']}",
+        _batch(row),
         *(_ms(value) for value in (one, zigzag, slowest["interleave_ms"])),
         NOT_MEASURED if one is None or best is None else f"{one / best:.2f}x",
         NOT_MEASURED if silent is None or zigzag is None else f"{100 * (zigzag - silent) / zigzag:.1f} %",
@@ -153,6 +162,10 @@ def gather_cells(row: dict[str, Any], ranks: int) -> list[str]:
     ]
 
 
+def _batch(row: dict[str, Any]) -> str:
+    return f"{row['tokens']} + {row['prefix']}" if row["prefix"] else f"{row['tokens']}"
+
+
 def _short(value: object) -> object:
     if isinstance(value, list):
         return [_short(item) for item in value]
@@ -160,7 +173,7 @@ def _short(value: object) -> object:
 
 
 def _ms(value: float | None) -> str:
-    return NOT_MEASURED if value is None else f"{value:.2f}"
+    return NOT_MEASURED if value is None else f"{value:.3g}" if value < 10 else f"{value:.2f}"
 
 
 def _us(value: float | None) -> str:

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from cp_harness import PAGE, assert_cache_equal, attention_inputs, mla_config, parallelism
+from cp_harness import MAX_POSITIONS, PAGE, assert_cache_equal, attention_inputs, mla_config, parallelism
 from rank_process import Case, assert_bitwise, device, layers, new_rank, new_scenario, one_rank, run
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -176,10 +176,19 @@ def different_batches_are_refused(group: comm.CpGroup) -> None:
     many = new_rank(scenario, group, decode_mode="batch_slice")
     odd = group.rank == group.size - 1
     good, table = ([20, 3], [0, 1]), scenario.block_table
-    for other in (([21, 3], [0, 1]), ([20, 3], [0, 2]), ([20, -1], [0, 1]), ([23], [0]), ([20, 3, 0], [0, 1, 0])):
+    differs = f"the same batch on all {group.size} ranks, but rank {group.rank} has"
+    # What the odd rank has, and what it says if that is wrong whatever the others have.
+    for other, refusal in (
+        (([21, 3], [0, 1]), None),
+        (([20, 3], [0, 2]), None),
+        (([23], [0]), None),
+        (([20, 3, 0], [0, 1, 0]), None),
+        (([20, -1], [0, 1]), r"new_lens\[1\]: expected a length >= 0"),
+        (([MAX_POSITIONS, 3], [0, 1]), "block_table: expected"),
+    ):
         lens, prefix = other if odd else good
-        inputs = attention_inputs(lens, prefix, table.expand(2, -1)[: len(lens)] if len(lens) < 3 else table[[0, 1, 0]])
-        with pytest.raises(ValueError, match=f"the same batch on all {group.size} ranks, but rank {group.rank} has"):
+        inputs = attention_inputs(lens, prefix, table[[0, 1, 0]][: len(lens)])
+        with pytest.raises(ValueError, match=refusal if odd and refusal else differs):
             many.op.plan(inputs)
     # The same lengths, but pages that were found for other tokens.
     prefix_cache = PrefixCache(8, PAGE)
@@ -187,6 +196,12 @@ def different_batches_are_refused(group: comm.CpGroup) -> None:
     inputs = dataclasses.replace(attention_inputs(*good, table), decisions=prefix_cache.decisions)
     with pytest.raises(ValueError, match="prefix-cache decisions"):
         many.op.plan(inputs)
+    # The same lengths, but a table that is too narrow for them.
+    with pytest.raises(ValueError, match="block_table" if odd else differs):
+        many.op.plan(attention_inputs(*good, table[:, : 1 if odd else None]))
+    # All ranks refuse the same: everybody says why.
+    with pytest.raises(ValueError, match=r"new_lens\[1\]: expected a length >= 0"):
+        many.op.plan(attention_inputs([20, -1], [0, 1], table))
     inputs = attention_inputs([1, 1 - odd], [5, 5], table, is_prefill=False)
     with pytest.raises(ValueError, match="the same batch"):
         many.op.plan(inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import torch
@@ -120,10 +121,38 @@ def everything_over_registered_buffers(group: comm.CpGroup) -> None:
     assert registered._last_stream is not None  # somebody took it
 
 
+def groups_with_registered_buffers_come_and_go(group: comm.CpGroup) -> None:
+    """Destroying a group whose buffer is in use leaves the process alive, and the next group gets a buffer again."""
+    before = len(comm._registered_buffers)
+    for _ in range(2):
+        ranks = dist.new_group()
+        assert isinstance(ranks, dist.ProcessGroup)
+        own = comm.CpGroup.of(ranks)
+        config = user_buffer_config(own, True)
+        assert comm.init_user_buffers_environment(config, ranks, "cuda", strict=True)
+        prefill_of_mixed_batches(own)
+        dist.destroy_process_group(ranks)
+        del ranks, own
+        gc.collect()
+        torch.cuda.empty_cache()
+    assert len(comm._registered_buffers) == before
+
+
+def buffers_of_different_sizes_are_not_used(group: comm.CpGroup) -> None:
+    config = user_buffer_config(group, True, comm_buffer_size=(1 + group.rank) << 20)
+    assert not comm.init_user_buffers_environment(config, group.process_group, "cuda")
+    assert comm._registered_buffer(group) is None
+
+
 # Each list is a group of processes of its own: what fails in one leaves the others alone.
 GPU_GROUPS: list[list[Case]] = [
     [*ANY_DEVICE, prefill_at_the_dimensions_of_a_model],
     [compiled_steps_are_one_graph],
     [nothing_waits_for_the_device, captured_prefill_follows_new_lengths],
-    [registered_buffers_change_no_bit, everything_over_registered_buffers],
+    [
+        buffers_of_different_sizes_are_not_used,
+        registered_buffers_change_no_bit,
+        everything_over_registered_buffers,
+        groups_with_registered_buffers_come_and_go,
+    ],
 ]

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -38,23 +39,31 @@ class Ending:
         return self.reports.get(case.__name__, f"the process {how}")
 
 
+# Stands beside the cases in the results of a group: whether its processes ended as they should.
+EXIT_STATUS = "exit_status"
+
+
 def run_group(size: int, cases: Sequence[Case], folder: Path, device: str = "cpu") -> dict[str, list[str]]:
-    """What happened in each case on each rank: "" or what went wrong."""
-    endings = wait_for_group(start_group(size, cases, folder, device), folder)
-    return {case.__name__: [ending.report(case) for ending in endings] for case in cases}
+    """What happened in each case on each rank, and at the end: "" or what went wrong."""
+    return results_of(wait_for_group(start_group(size, cases, folder, device), folder), cases)
 
 
-def run_groups(size: int, groups: Sequence[Sequence[Case]], folder: Path, device: str) -> dict[str, list[str]]:
-    """:func:`run_group` of several groups side by side."""
-    started = []
-    for number, cases in enumerate(groups):
-        own = folder / str(number)
+def run_groups(
+    size: int, groups: Sequence[Sequence[Case]], folder: Path, device: str, seconds: float = DEADLINE
+) -> list[list[Ending]]:
+    """Several groups side by side: how the ranks of each ended."""
+    folders = [folder / str(number) for number in range(len(groups))]
+    for own in folders:
         own.mkdir()
-        started.append((start_group(size, cases, own, device), cases, own))
-    results: dict[str, list[str]] = {}
-    for processes, cases, own in started:
-        endings = wait_for_group(processes, own)
-        results |= {case.__name__: [ending.report(case) for ending in endings] for case in cases}
+    started = [start_group(size, cases, own, device) for cases, own in zip(groups, folders, strict=True)]
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return list(pool.map(wait_for_group, started, folders, [seconds] * len(groups)))
+
+
+def results_of(endings: Sequence[Ending], cases: Sequence[Case]) -> dict[str, list[str]]:
+    """Case -> "" or what went wrong on each rank; under EXIT_STATUS how the processes ended."""
+    results = {case.__name__: [ending.report(case) for ending in endings] for case in cases}
+    results[EXIT_STATUS] = ["" if ending.status == 0 else f"status {ending.status}" for ending in endings]
     return results
 
 

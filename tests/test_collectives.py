@@ -12,6 +12,12 @@ from sparse_cp_ops.context_parallel import collectives as comm
 from sparse_cp_ops.nn import get_mla_impl
 
 
+def test_a_group_without_this_process_is_refused() -> None:
+    for group in (object(), -100):  # what torch.distributed.new_group returns there
+        with pytest.raises(TypeError, match="group: expected a ProcessGroup that this process belongs to, or None"):
+            comm.CpGroup.of(group)  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def no_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **options: object) -> None:
@@ -111,31 +117,47 @@ def test_user_buffers_name_the_check_that_failed(
     assert str(error.value).removeprefix("init_user_buffers_environment: ") in caplog.text
 
 
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_a_backend_that_cannot_register_is_no_crash(
-    everywhere: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("registered_here", "registered_there", "bytes_there", "reason"),
+    [
+        (False, True, 512 << 20, "OSError: no such transport"),
+        (True, False, 512 << 20, "another rank could not register"),
+        (True, True, 1 << 20, "comm_buffer_size differs between the ranks: 1048576 to 536870912 bytes"),
+        (True, True, 1 << 30, "comm_buffer_size differs between the ranks: 536870912 to 1073741824 bytes"),
+        (True, True, 512 << 20, None),
+    ],
+)
+def test_all_ranks_use_registered_memory_or_none_does(
+    registered_here: bool,
+    registered_there: bool,
+    bytes_there: int,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Neither is one that only failed elsewhere: all ranks use registered memory, or none does."""
+    """A backend that cannot register is no crash, and neither is one that only failed elsewhere."""
     group = FakeGroup()
 
     def register(*arguments: object) -> comm._RegisteredBuffer:
-        if everywhere:
+        if not registered_here:
             raise OSError("no such transport")
         return comm._RegisteredBuffer(torch.empty(16, dtype=torch.uint8))
 
-    def of_two_ranks(x: torch.Tensor, group: object) -> None:
-        x.mul_(1)  # the other rank adds its 0
+    def of_two_ranks(x: torch.Tensor, group: object, op: object = dist.ReduceOp.SUM) -> None:
+        if op == dist.ReduceOp.MIN:
+            torch.minimum(x, torch.tensor([int(registered_there), bytes_there, -bytes_there]), out=x)
 
     zeros, tensor = torch.zeros, torch.tensor
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "all_reduce", of_two_ranks)
     monkeypatch.setattr(comm._RegisteredBuffer, "register", register)
     monkeypatch.setattr(torch, "zeros", lambda *sizes, device: zeros(*sizes))
-    monkeypatch.setattr(torch, "tensor", lambda data, dtype, device: tensor(data, dtype=dtype))
+    monkeypatch.setattr(torch, "tensor", lambda data, dtype=None, device=None: tensor(data, dtype=dtype))
     with caplog.at_level(logging.INFO):
-        assert comm.init_user_buffers_environment(config_with(), group, "cuda") is False  # type: ignore[arg-type]
-    assert ("OSError: no such transport" if everywhere else "another rank could not register") in caplog.text
-    assert group not in comm._registered_buffers
+        done = comm.init_user_buffers_environment(config_with(), group, "cuda")  # type: ignore[arg-type]
+    assert done is (reason is None)
+    assert done is (group in comm._registered_buffers)
+    assert reason is None or reason in caplog.text
 
 
 def test_registered_memory_is_lent_to_one_gather_at_a_time() -> None:

@@ -10,7 +10,7 @@ import torch
 from distributed_cases import FOUR_RANKS, TWO_RANKS
 from failure_cases import FAILING_RANK, different_batches_on_gpus
 from gpu_cases import GPU_GROUPS
-from process_groups import Ending, run_group, run_groups, start_group, wait_for_group
+from process_groups import EXIT_STATUS, Ending, results_of, run_group, run_groups, start_group, wait_for_group
 from rank_process import GROUP_TIMEOUT, Case
 
 several_gpus = pytest.param("cuda", marks=pytest.mark.two_gpus)
@@ -28,21 +28,30 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]
 
 @pytest.fixture(scope="module")
 def all_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return run_groups(torch.cuda.device_count(), GPU_GROUPS, tmp_path_factory.mktemp("gpus"), "cuda")
+    folder = tmp_path_factory.mktemp("gpus")
+    statuses: list[str] = []
+    results: dict[str, list[str]] = {EXIT_STATUS: statuses}
+    for endings, cases in zip(
+        run_groups(torch.cuda.device_count(), GPU_GROUPS, folder, "cuda"), GPU_GROUPS, strict=True
+    ):
+        of_group = results_of(endings, cases)
+        statuses += of_group.pop(EXIT_STATUS)
+        results |= of_group
+    return results
 
 
-@pytest.mark.parametrize("case", [case.__name__ for case in TWO_RANKS])
+@pytest.mark.parametrize("case", [*(case.__name__ for case in TWO_RANKS), EXIT_STATUS])
 def test_two_ranks(two_ranks: dict[str, list[str]], case: str) -> None:
     assert not any(two_ranks[case]), "\n".join(two_ranks[case])
 
 
-@pytest.mark.parametrize("case", [case.__name__ for case in FOUR_RANKS])
+@pytest.mark.parametrize("case", [*(case.__name__ for case in FOUR_RANKS), EXIT_STATUS])
 def test_four_ranks(four_ranks: dict[str, list[str]], case: str) -> None:
     assert not any(four_ranks[case]), "\n".join(four_ranks[case])
 
 
 @pytest.mark.two_gpus
-@pytest.mark.parametrize("case", [case.__name__ for cases in GPU_GROUPS for case in cases])
+@pytest.mark.parametrize("case", [*(case.__name__ for cases in GPU_GROUPS for case in cases), EXIT_STATUS])
 def test_gpus(all_gpus: dict[str, list[str]], case: str) -> None:
     assert not any(all_gpus[case]), "\n".join(all_gpus[case])
 

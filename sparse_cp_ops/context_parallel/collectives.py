@@ -9,6 +9,7 @@ A rank that fails leaves the others in a collective that ends with an error afte
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 from dataclasses import dataclass
@@ -47,8 +48,16 @@ class CpGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> CpGroup:
-        """The ranks of a process group; None is a single rank."""
-        if group is None or group.size() == 1:
+        """The ranks of a process group; None is a single rank.
+
+        Raises:
+            TypeError: anything else, for example what ``new_group`` returns to a process that is not in the group.
+        """
+        if group is None:
+            return cls()
+        if not callable(getattr(group, "size", None)):
+            raise TypeError(f"group: expected a ProcessGroup that this process belongs to, or None, got {group!r}")
+        if group.size() == 1:
             return cls()
         return cls(group.size(), group.rank(), group.group_name, group)
 
@@ -81,10 +90,28 @@ def rows_are_split(plan: CpPlan) -> bool:
     return plan.use_cp or plan.head_mode == "batch_slice"
 
 
+def _require_rows(name: str, rows: Tensor, expected: int, what: str) -> None:
+    if rows.shape[0] != expected:
+        raise ValueError(f"{name}: expected {expected} rows ({what}), got {rows.shape[0]}")
+
+
+def _require_ranks(group: CpGroup, plan: CpPlan) -> None:
+    if not isinstance(group, CpGroup):
+        raise TypeError(f"group: expected a CpGroup (impl.group or CpGroup.of), got {type(group).__name__}")
+    if rows_are_split(plan) and group.size != plan.cp_size:
+        raise ValueError(f"group: expected the {plan.cp_size} ranks of the plan, got {group.size}")
+
+
 def take_local_rows(packed: Tensor, plan: CpPlan) -> Tensor:
-    """This rank's rows [L, ...] of a packed tensor [T, ...] that all ranks hold; pads repeat row 0."""
+    """This rank's rows [L, ...] of a packed tensor [T, ...] that all ranks hold; pads repeat row 0.
+
+    Raises:
+        ValueError: another number of rows; a plan with spare room takes fewer.
+    """
     if not rows_are_split(plan):
         return packed
+    if not plan.has_capacity or packed.shape[0] > plan.restore.shape[0]:
+        _require_rows("packed", packed, plan.restore.shape[0], "the new tokens of the plan")
     if packed.shape[0] == 0:
         return packed.new_zeros(plan.token_ids.shape[0], *packed.shape[1:])
     return packed.index_select(0, plan.token_ids.clamp(min=0))
@@ -94,9 +121,14 @@ def restore_rows(local: Tensor, plan: CpPlan, group: CpGroup) -> Tensor:
     """Rows [L, ...] of all ranks -> all rows [T, ...] in packed order, on every rank; the reverse of take_local_rows.
 
     Behind the last token of a plan with spare room there are zeros.
+
+    Raises:
+        TypeError, ValueError: another group or another number of rows than the plan's.
     """
+    _require_ranks(group, plan)
     if not rows_are_split(plan):
         return local
+    _require_rows("local", local, plan.token_ids.shape[0], "the local rows of the plan")
     gathered = all_gather_rows(local, group)
     if gathered.shape[0] == 0:
         return local.new_zeros(plan.restore.shape[0], *local.shape[1:])
@@ -122,10 +154,16 @@ def gather_last_tokens(hidden: Tensor, plan: CpPlan, group: CpGroup) -> Tensor:
 
     Returns:
         [B, ...]; zeros for a request without new tokens.
+
+    Raises:
+        TypeError, ValueError: another group or another number of rows than the plan's.
     """
+    _require_ranks(group, plan)
+    rows = plan.restore if plan.head_mode == "batch_slice" else plan.token_ids
+    _require_rows("hidden", hidden, rows.shape[0], "what a layer returns with this plan")
     new_lens = plan.request_table[:, 1]
     requests = new_lens.shape[0]
-    if plan.restore.shape[0] == 0 or requests == 0:
+    if plan.restore.shape[0] == 0 or hidden.shape[0] == 0 or requests == 0:
         return hidden.new_zeros(requests, *hidden.shape[1:])
     last = (new_lens.cumsum(0) - 1).clamp(min=0)  # row of the packed stream
     if plan.use_cp:
@@ -163,7 +201,8 @@ def require_agreement(digest: int, group: CpGroup, device: torch.device) -> None
             differing = [rank for rank, other in enumerate(digests) if other != digest]
             raise ValueError(
                 f"prepare: expected the same batch on all {group.size} ranks, but rank {group.rank} has another "
-                f"is_prefill, new_lens, prefix_lens, prefix-cache decisions or configuration than ranks {differing}"
+                f"is_prefill, new_lens, prefix_lens, prefix-cache decisions or configuration than ranks {differing}, "
+                "or was refused where they were not"
             )
         return
     digests_on_device = all_gather_rows(mine.pin_memory().to(device, non_blocking=True), group)
@@ -281,7 +320,7 @@ class _RegisteredBuffer:
 
     def __init__(self, memory: Tensor, pool: Any = None) -> None:
         self._memory = memory
-        self._pool = pool  # owns the memory and its registration
+        self._pool = pool  # what the memory is from
         self._lent = False
         self._last_stream: torch.cuda.Stream | None = None
 
@@ -290,11 +329,16 @@ class _RegisteredBuffer:
         """Allocate memory that NCCL's allocator gives and register it with the group's communicator."""
         backend: Any = process_group._get_backend(device)
         with torch.cuda.device(device):  # a pool belongs to the current device
-            pool = torch.cuda.MemPool(backend.mem_allocator)
+            idle = _idle_pools.get((torch.cuda.current_device(), nbytes))
+            pool = idle.pop() if idle else _immortal_pool(backend.mem_allocator)
             with torch.cuda.use_mem_pool(pool):
                 memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
             backend.register_mem_pool(pool)
         return cls(memory, pool)
+
+    def __del__(self) -> None:
+        if self._pool is not None:
+            _idle_pools.setdefault((self._memory.get_device(), self._memory.shape[0]), []).append(self._pool)
 
     def take(self, nbytes: int) -> Tensor | None:
         """The first bytes until :meth:`release`, or None if there are not enough or another gather has them."""
@@ -313,6 +357,22 @@ class _RegisteredBuffer:
     def release(self) -> None:
         """The gather that has the memory is done with it, or given up."""
         self._lent = False
+
+
+# Pools of buffers whose group is gone, by device and bytes: the next buffer of that size takes one.
+_idle_pools: dict[tuple[int, int], list[Any]] = {}
+
+
+def _immortal_pool(allocator: Any) -> Any:
+    """A memory pool that is never freed.
+
+    Freeing its memory deregisters it with every communicator that it was registered with, destroyed ones included, and
+    that ends the process (torch 2.11: "NCCL communicator was aborted", from a destructor). Nothing tells beforehand
+    that a group is about to be destroyed.
+    """
+    pool = torch.cuda.MemPool(allocator)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
+    return pool
 
 
 # Weak: a buffer goes with its group's communicator.
@@ -365,9 +425,13 @@ def _register_on_all_ranks(nbytes: int, device: torch.device, group: dist.Proces
         buffer = _RegisteredBuffer.register(nbytes, device, group)
     except Exception as error:  # whatever the backend can't do, plain collectives still can
         reason = f"the backend did not register the buffer ({type(error).__name__}: {error})"
-    successes = torch.tensor([buffer is not None], dtype=torch.int32, device=device)
-    dist.all_reduce(successes, group=group)
-    if buffer is None or int(successes) < group.size():
+    # The least of each over the ranks: registered everywhere, and equally large everywhere?
+    least = torch.tensor([int(buffer is not None), nbytes, -nbytes], dtype=torch.int64, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    registered, smallest, minus_largest = least.tolist()
+    if smallest != -minus_largest:
+        return f"comm_buffer_size differs between the ranks: {smallest} to {-minus_largest} bytes, {nbytes} here"
+    if buffer is None or not registered:
         return reason
     _registered_buffers[group] = buffer
     return None

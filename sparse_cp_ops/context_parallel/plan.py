@@ -113,6 +113,7 @@ class CpPlan:
             TypeError: an argument has the wrong type.
             ValueError: a value does not fit; the message names the argument or request and what was expected. With
                 SPARSE_CP_OPS_CHECK=1 also a token that has no page in the block table.
+            RuntimeError: a CUDA graph is being captured.
         """
         require_ints("CpPlan.build", cp_rank=cp_rank, cp_size=cp_size, page_size=page_size)
         require_strs("CpPlan.build", split=split)
@@ -120,6 +121,9 @@ class CpPlan:
         limits = {"max_positions": max_positions, **capacities}
         require_ints("CpPlan.build", **{name: value for name, value in limits.items() if value is not None})
         device = _device(device)
+        if _is_capturing(device):
+            # The copy from pinned memory would be repeated by every replay, when other plans use that memory.
+            raise RuntimeError("CpPlan.build: expected no CUDA graph capture: build plans outside, refill with copy_")
         new, prefix = _lengths("new_lens", new_lens), _lengths("prefix_lens", prefix_lens)
         requests = len(new)
         if len(prefix) != requests:
@@ -130,19 +134,21 @@ class CpPlan:
         used_rows, used_tokens, _ = _config.plan_requests(
             new, prefix, cp_rank, cp_size, split, page_size, width, max_positions
         )
-        if block_table is not None and value_checks_enabled() and not _is_capturing(device):
+        if block_table is not None and value_checks_enabled():
             _check_pages(block_table, new.astype(np.int64) + prefix, page_size)
         needed = {"max_requests": requests, "local_rows": used_rows, "total_tokens": used_tokens}
         sizes = {name: _fit(name, needed[name], capacity) for name, capacity in capacities.items()}
 
         num_requests = sizes["max_requests"]
-        request_table = _request_table(new, prefix, num_requests, device)
-        rows = expand_cp_plan(request_table, cp_rank, cp_size, split, sizes["local_rows"], sizes["total_tokens"])
         has_capacity = any(capacity is not None for capacity in capacities.values())
-        if has_capacity and block_table is not None:
-            own = block_table.new_full((num_requests, block_table.shape[1]), -1)
-            own[:requests] = block_table
-            block_table = own
+        # Never inference tensors: copy_ outside of inference mode could not refill those.
+        with torch.inference_mode(False), torch.no_grad():
+            request_table = _request_table(new, prefix, num_requests, device)
+            rows = expand_cp_plan(request_table, cp_rank, cp_size, split, sizes["local_rows"], sizes["total_tokens"])
+            if has_capacity and block_table is not None:
+                own = block_table.new_full((num_requests, block_table.shape[1]), -1)
+                own[:requests] = block_table
+                block_table = own
         return cls(
             *rows,
             request_table=request_table,

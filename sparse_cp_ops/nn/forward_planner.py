@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -78,28 +79,21 @@ class ForwardPlanner:
         group, cp = self.group, self.parallelism_config.prefill_cp_config
         may_split = split_prefill and inputs.is_prefill and group.size > 1
         slices = not inputs.is_prefill and group.size > 1 and cp.decode_mode != "replicated"
-        if may_split or slices:
-            # Ahead of the checks of the lengths: what is wrong on one rank only is then an error on all of them.
-            require_agreement(self._digest(inputs, (max_requests, local_rows, total_tokens)), group, inputs.device)
-        use_cp = may_split and cp.pays(*batch_work(inputs.new_lens, inputs.prefix_lens))
         head_mode = cp.decode_mode if slices else "full"
-        split_rows = use_cp or head_mode == "batch_slice"
-        plan = CpPlan.build(
-            inputs.new_lens,
-            inputs.prefix_lens,
-            cp_rank=group.rank if split_rows else 0,
-            cp_size=group.size if split_rows else 1,
-            # Interleaving is the one that leaves all rows on one rank in packed order and without pads, and that
-            # spreads requests of one token evenly.
-            split=cp.split if use_cp else "interleave",
-            page_size=self.mla_config.page_size,
-            block_table=inputs.block_table,
-            max_positions=self.mla_config.max_positions,
-            device=inputs.device,
-            max_requests=max_requests,
-            local_rows=local_rows,
-            total_tokens=total_tokens,
-        )
+        capacities = (max_requests, local_rows, total_tokens)
+        refusal: Exception | None = None
+        try:
+            use_cp = may_split and cp.pays(*batch_work(inputs.new_lens, inputs.prefix_lens))
+            plan = self._build(inputs, use_cp, use_cp or head_mode == "batch_slice", capacities)
+        except Exception as error:
+            refusal = error
+        if may_split or slices:
+            # Also from a rank that refuses its inputs: what is wrong on one rank only is an error on all of them.
+            digest = self._digest(inputs, capacities, refusal is not None)
+            with contextlib.suppress(*[] if refusal is None else [ValueError]):
+                require_agreement(digest, group, inputs.device)
+        if refusal is not None:
+            raise refusal
         begin_forward(group)
         if self._lease is not None:
             self._lease.current = False
@@ -114,12 +108,32 @@ class ForwardPlanner:
             method=int(cp.method),
         )
 
-    def _digest(self, inputs: AttentionInputs, capacities: tuple[int | None, ...]) -> int:
+    def _build(
+        self, inputs: AttentionInputs, use_cp: bool, split_rows: bool, capacities: tuple[int | None, ...]
+    ) -> CpPlan:
+        max_requests, local_rows, total_tokens = capacities
+        return CpPlan.build(
+            inputs.new_lens,
+            inputs.prefix_lens,
+            cp_rank=self.group.rank if split_rows else 0,
+            cp_size=self.group.size if split_rows else 1,
+            # Interleaving is the one that leaves all rows on one rank in packed order and without pads, and that
+            # spreads requests of one token evenly.
+            split=self.parallelism_config.prefill_cp_config.split if use_cp else "interleave",
+            page_size=self.mla_config.page_size,
+            block_table=inputs.block_table,
+            max_positions=self.mla_config.max_positions,
+            device=inputs.device,
+            max_requests=max_requests,
+            local_rows=local_rows,
+            total_tokens=total_tokens,
+        )
+
+    def _digest(self, inputs: AttentionInputs, capacities: tuple[int | None, ...], refused: bool) -> int:
         """64 bits of everything that the ranks have to agree on."""
         cp = self.parallelism_config.prefill_cp_config
-        digest = hashlib.blake2b(
-            repr((inputs.is_prefill, cp, self.mla_config, capacities, inputs.decisions)).encode(), digest_size=8
-        )
+        agreed = (inputs.is_prefill, cp, self.mla_config, capacities, inputs.decisions, refused)
+        digest = hashlib.blake2b(repr(agreed).encode(), digest_size=8)
         digest.update(inputs.new_lens.contiguous().numpy().data)
         digest.update(inputs.prefix_lens.contiguous().numpy().data)
         return int.from_bytes(digest.digest(), "little", signed=True)
