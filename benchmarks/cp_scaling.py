@@ -161,7 +161,8 @@ def main() -> int:
         if set(parts) - {"scaling"}:
             own = Path(folder, "cases")
             own.mkdir()
-            check_cases(ranks, device, own, results, parts, start + CHECKS_SHARE * arguments.budget_seconds)
+            share = CHECKS_SHARE if "scaling" in parts else 1.0
+            check_cases(ranks, device, own, results, parts, start + share * arguments.budget_seconds)
             print(f"checks: {time.time() - start:.0f} s", flush=True)
         if "scaling" in parts:
             deadline = start + arguments.budget_seconds
