@@ -8,6 +8,7 @@ import torch.distributed as dist
 from cp_harness import attention_inputs, mla_config, parallelism
 
 from sparse_cp_ops.config import CPRotateMethod, ParallelismConfig
+from sparse_cp_ops.context_parallel import CpPlan
 from sparse_cp_ops.context_parallel import collectives as comm
 from sparse_cp_ops.nn import get_mla_impl
 
@@ -49,6 +50,33 @@ def test_a_single_rank_never_communicates(device: str) -> None:
             assert result is rows
         last = comm.gather_last_tokens(rows, plan, group)
         assert torch.equal(last, rows[[lens[0] - 1, sum(lens) - 1]])
+
+
+def test_rows_that_are_not_the_plans_are_refused() -> None:
+    """On one rank only they would be read as other tokens; with another group the ranks would wait for each other."""
+    plan = CpPlan.build([3, 5], [0, 0], 0, 2)  # 8 tokens, 6 rows a rank
+    two, three = (comm.CpGroup(size, 0, "never used") for size in (2, 3))
+    for packed in (7, 9, 0):
+        with pytest.raises(ValueError, match=f"packed: expected 8 rows .the new tokens of the plan., got {packed}"):
+            comm.take_local_rows(torch.zeros(packed, 2), plan)
+    for gather in (comm.restore_rows, comm.gather_hidden_states, comm.gather_last_tokens):
+        with pytest.raises(ValueError, match=r"expected 6 rows .*, got 8"):
+            gather(torch.zeros(8, 2), plan, two)
+        with pytest.raises(ValueError, match="group: expected the 2 ranks of the plan, got 3"):
+            gather(torch.zeros(6, 2), plan, three)
+        with pytest.raises(TypeError, match=r"group: expected a CpGroup .*, got FakeGroup"):
+            gather(torch.zeros(6, 2), plan, FakeGroup())  # type: ignore[arg-type]
+
+
+def test_a_plan_with_spare_room_takes_fewer_packed_rows() -> None:
+    roomy = CpPlan.build([3, 5], [0, 0], 0, 2, local_rows=8, total_tokens=12)
+    x = torch.randn(12, 2)
+    assert torch.equal(comm.take_local_rows(x[:8], roomy)[:6], comm.take_local_rows(x, roomy)[:6])
+    with pytest.raises(ValueError, match="packed: expected 12 rows"):
+        comm.take_local_rows(torch.zeros(13, 2), roomy)
+    empty = CpPlan.build([0], [4], 0, 2, local_rows=0, total_tokens=5)
+    last = comm.gather_last_tokens(torch.zeros(0, 2), empty, comm.CpGroup(2, 0, "never used"))
+    assert torch.equal(last, torch.zeros(1, 2))
 
 
 def config_with(use_ub_comm: bool = True, method: CPRotateMethod = CPRotateMethod.ALL_GATHER, **changes: object):  # type: ignore[no-untyped-def]

@@ -230,6 +230,27 @@ def test_copy_refills_the_same_buffers(device: str, split: str, from_capacity: b
     assert buffers == [getattr(captured, name).data_ptr() for name in [*ROW_FIELDS, "request_table", "block_table"]]
 
 
+@pytest.mark.parametrize("built_inside", [True, False])
+def test_plans_are_refilled_inside_and_outside_of_inference_mode(device: str, built_inside: bool) -> None:
+    table = torch.arange(4, dtype=torch.int32, device=device).view(1, 4)
+    with torch.inference_mode(built_inside):
+        captured = capacity_plan(device, block_table=table)
+    for refilled_inside in (False, True):
+        with torch.inference_mode(refilled_inside):
+            new = CpPlan.build([7], [3], 1, 2, block_table=table, device=device)
+            captured.copy_(new)
+        assert captured.positions[: new.local_rows].tolist() == new.positions.tolist()
+
+
+@pytest.mark.cuda
+def test_a_plan_is_not_built_inside_a_capture() -> None:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=side):
+        torch.zeros(1, device="cuda")
+        with pytest.raises(RuntimeError, match="expected no CUDA graph capture"):
+            CpPlan.build([7], [3], 1, 2, device="cuda")
+
+
 def test_copy_refuses_what_does_not_fit() -> None:
     captured = capacity_plan("cpu")
     before = captured.token_ids.clone()
