@@ -71,7 +71,7 @@ def test_defaults() -> None:
     assert config.method is CPRotateMethod.DISABLED
     assert config.comm_buffer_size == 512 * 2**20
     assert (config.kv_cache_sharded, config.prefill_cp_size) == (False, 0)
-    assert (config.split, config.decode_mode) == ("zigzag", "replicated")
+    assert (config.split, config.decode_mode) == ("interleave", "replicated")
     parallel = ParallelismConfig()
     assert [getattr(parallel, name) for name in FIELDS] == [1, 0] * 7 + [False, config, False]
 

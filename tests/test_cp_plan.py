@@ -131,7 +131,7 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"device": 0}, TypeError, "device: expected a torch.device or str, got int"),
     ({"max_positions": "9"}, TypeError, "max_positions: expected int, got str"),
     ({"max_requests": 1}, ValueError, "max_requests: the batch needs 2, over the capacity of 1"),
-    ({"local_rows": 7}, ValueError, "local_rows: the batch needs 8, over the capacity of 7"),
+    ({"local_rows": 6}, ValueError, "local_rows: the batch needs 7, over the capacity of 6"),
     ({"total_tokens": 6}, ValueError, "total_tokens: the batch needs 7, over the capacity of 6"),
     ({"total_tokens": True}, TypeError, "total_tokens: expected int, got bool"),
 ]
@@ -257,8 +257,8 @@ def test_copy_refuses_what_does_not_fit() -> None:
     table = torch.zeros(1, 1, dtype=torch.int32)
     for new, message in [
         (CpPlan.build([1] * 5, [0] * 5, 1, 2), "num_requests: the batch needs 5, over the capacity of 4"),
-        (CpPlan.build([49], [0], 1, 2, "interleave"), "split: expected 'zigzag' as in this plan, got 'interleave'"),
-        (CpPlan.build([1, 1, 45], [0] * 3, 1, 2), "local_rows: the batch needs 28, over the capacity of 24"),
+        (CpPlan.build([49], [0], 1, 2, "zigzag"), "split: expected 'interleave' as in this plan, got 'zigzag'"),
+        (CpPlan.build([1, 1, 47], [0] * 3, 1, 2), "local_rows: the batch needs 25, over the capacity of 24"),
         (CpPlan.build([44], [0], 1, 2), "total_tokens: the batch needs 44, over the capacity of 40"),
         (CpPlan.build([1], [0], 0, 2), "cp_rank: expected 1 as in this plan, got 0"),
         (CpPlan.build([1], [0], 1, 3), "cp_size: expected 2 as in this plan, got 3"),

@@ -44,7 +44,7 @@ struct PrefillCPConfig {
   int64_t min_tokens = 1024;
   // (query, key) pairs: 1024 tokens without a prefix have 524,800.
   int64_t min_kv_work = int64_t{1} << 19;
-  std::string split = "zigzag";
+  std::string split = "interleave";  // measured the more even one in every batch (benchmarks/results/H200_layer.md)
   std::string decode_mode = "replicated";
 
   bool operator==(const PrefillCPConfig&) const = default;

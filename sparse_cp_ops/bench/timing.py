@@ -81,3 +81,24 @@ def measure(run: Callable[[], object], device: torch.device, seconds: float = 0.
         if device.type == "cpu":
             return _measure_cpu(run, seconds)
         return (_measure_graph if graph else _measure_events)(run, seconds)
+
+
+def few_us(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median time of ``repeats`` calls behind one that is not timed, for calls too long to be run hundreds of times.
+
+    Calls of less than 5 ms are timed several at once. The device is not idle in between, so its clock stays.
+    """
+    if device.type == "cpu":
+        return measure(run, device, 0.0).median_us
+    with torch.inference_mode():
+        times, at_once = [], 1
+        for _ in range(repeats + 1):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(at_once):
+                run()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop) * 1e3 / at_once)
+            at_once = max(1, min(10, int(5e3 / max(times[-1], 1.0))))
+    return float(statistics.median(times[1:]))

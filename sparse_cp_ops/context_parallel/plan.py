@@ -81,7 +81,7 @@ class CpPlan:
         prefix_lens: Lengths,
         cp_rank: int = 0,
         cp_size: int = 1,
-        split: str = "zigzag",
+        split: str = "interleave",
         page_size: int = 64,
         block_table: Tensor | None = None,
         max_positions: int | None = None,

@@ -133,6 +133,20 @@ class MlaAttention(nn.Module):
         """
         plan = require_current(plan)
         self._require_inference()
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self._forward(hidden, cache, impl, plan, prev_topk_indices)
+        # Nothing below can need autograd: its kernel of our ops, in Python, would cost more than their launches.
+        with torch._C._AutoDispatchBelowAutograd():
+            return self._forward(hidden, cache, impl, plan, prev_topk_indices)
+
+    def _forward(
+        self,
+        hidden: Tensor,
+        cache: PagedKvCache | UnquantisedKvCache,
+        impl: SparseMlaImpl,
+        plan: CpPlan,
+        prev_topk_indices: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         if impl.group.size != self.group.size:
             raise ValueError(
                 f"group: expected this layer to have the ranks of impl, {impl.group.size}, got {self.group.size}"
@@ -142,72 +156,92 @@ class MlaAttention(nn.Module):
         if hidden.shape != (plan.req_ids.shape[0], self.mla_config.hidden_size):
             expected = [plan.req_ids.shape[0], self.mla_config.hidden_size]
             raise ValueError(f"hidden: expected shape {expected} (the plan's rows), got {list(hidden.shape)}")
-        latent, k_pe = self.kv_a_proj_with_mqa(hidden).split(
-            [self.mla_config.kv_lora_rank, self.mla_config.qk_rope_head_dim], dim=-1
-        )
-        latent = self.kv_a_layernorm(latent)
         heads = self._heads_of(plan)
         if self.mla_config.quantise:
             if not isinstance(cache, PagedKvCache):
                 raise ValueError(f"cache: expected a PagedKvCache, got {type(cache).__name__}")
-            attended, picks = self._attend(hidden, latent, k_pe, heads, cache, impl, plan, prev_topk_indices)
+            q, picks = self._write_and_pick(hidden, heads, cache, impl, plan, prev_topk_indices)
+            attended, _ = impl.forward(q, cache, self._pages_of(cache), picks, plan)
+            del q  # as large as the attention's output, which is still there while it is projected
         else:
             if not isinstance(cache, UnquantisedKvCache):
                 raise ValueError(f"cache: expected an UnquantisedKvCache (quantise=False), got {type(cache).__name__}")
-            attended, picks = self._attend_unquantised(hidden, latent, k_pe, heads, cache, plan, prev_topk_indices)
+            attended, picks = self._attend_unquantised(hidden, heads, cache, plan, prev_topk_indices)
         out = self._project(attended, heads, plan)
         return (restore_rows(out, plan, self.group) if plan.head_mode == "batch_slice" else out), picks
 
-    def _attend(
+    def _write_and_pick(
         self,
         hidden: Tensor,
-        latent: Tensor,
-        k_pe: Tensor,
         heads: _Heads,
         cache: PagedKvCache,
         impl: SparseMlaImpl,
         plan: CpPlan,
         prev_topk_indices: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """bf16 [L, heads.padded, 512] by the kernels, and the picks."""
-        config, positions = self.mla_config, plan.positions
-        # Under torch.compile a number that differs between layers would be a graph of its own for each of them.
-        layer_id = 0 if cache.num_layers == 1 else self.layer_id
+        """Write the rows of all ranks to the cache; the absorbed queries bf16 [L, heads.padded, 576], and the picks.
+
+        Everything else that the projections give ends here, ahead of the attention.
+        """
+        positions, layer_id = plan.positions, self._pages_of(cache)
         records = impl.op.new_kv_records(plan, self.indexer is not None)
+        self._pack_latent(hidden, positions, records.mla)
+        if self.indexer is None:
+            picks = self._require_picks(prev_topk_indices)
+            # Nothing but the latent is sent: the gather starts ahead of all query projections.
+            pending = impl.start_kv_write(records, plan)
+            query_latent = self._query_latent(hidden)
+            q = self._absorbed_queries(query_latent, heads, positions, torch.bfloat16)
+            impl.finish_kv_write(pending, cache, layer_id, plan)
+        else:
+            assert records.index is not None
+            query_latent = self._query_latent(hidden)
+            q_fp8, q_weights = self._index_queries(hidden, query_latent, positions, records.index)
+            pending = impl.start_kv_write(records, plan)
+            q = self._absorbed_queries(query_latent, heads, positions, torch.bfloat16)
+            impl.finish_kv_write(pending, cache, layer_id, plan)
+            picks = self.indexer._get_topk_ragged_cp(q_fp8, q_weights, cache, layer_id, plan)
+        return q, picks
+
+    def _pages_of(self, cache: PagedKvCache) -> int:
+        # Under torch.compile a number that differs between layers would be a graph of its own for each of them.
+        return 0 if cache.num_layers == 1 else self.layer_id
+
+    def _compressed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The normed latent [L, 512] and the shared key part [L, 64] before RoPE."""
+        config = self.mla_config
+        compressed: Tensor = self.kv_a_proj_with_mqa(hidden)
+        latent, k_pe = compressed.split_with_sizes([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        return self.kv_a_layernorm(latent), k_pe
+
+    def _query_latent(self, hidden: Tensor) -> Tensor:
+        latent: Tensor = self.q_a_layernorm(self.q_a_proj(hidden))
+        return latent
+
+    def _pack_latent(self, hidden: Tensor, positions: Tensor, mla_records: Tensor) -> None:
+        latent, k_pe = self._compressed(hidden)
         ops.pack_mla_kv(
             latent.bfloat16(),
             k_pe.bfloat16(),
             positions,
             self.cos_sin_cache,
-            records.mla,
+            mla_records,
             interleaved=True,
-            scale_format=config.scale_format,
+            scale_format=self.mla_config.scale_format,
         )
-        if self.indexer is None:
-            picks = self._require_picks(prev_topk_indices)
-            # Nothing but the latent is sent: the gather starts ahead of all query projections.
-            pending = impl.start_kv_write(records, plan)
-            q = self._absorbed_queries(self._query_latent(hidden), heads, positions, torch.bfloat16)
-            impl.finish_kv_write(pending, cache, layer_id, plan)
-        else:
-            assert records.index is not None
-            query_latent = self._query_latent(hidden)
-            index_q, index_k, weights = self.indexer.project(hidden, query_latent)
-            q_fp8, q_weights = self.indexer.quant_q_k_cp(
-                index_q.bfloat16(), index_k.bfloat16(), weights, positions, self.cos_sin_cache, records.index
-            )
-            pending = impl.start_kv_write(records, plan)
-            q = self._absorbed_queries(query_latent, heads, positions, torch.bfloat16)
-            impl.finish_kv_write(pending, cache, layer_id, plan)
-            picks = self.indexer._get_topk_ragged_cp(q_fp8, q_weights, cache, layer_id, plan)
-        attended, _ = impl.forward(q, cache, layer_id, picks, plan)
-        return attended, picks
+
+    def _index_queries(
+        self, hidden: Tensor, query_latent: Tensor, positions: Tensor, k_records: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The indexer's encoded queries and their weights; its keys go to ``k_records``."""
+        indexer = self.indexer
+        assert indexer is not None
+        q, k, weights = indexer.project(hidden, query_latent)
+        return indexer.quant_q_k_cp(q.bfloat16(), k.bfloat16(), weights, positions, self.cos_sin_cache, k_records)
 
     def _attend_unquantised(
         self,
         hidden: Tensor,
-        latent: Tensor,
-        k_pe: Tensor,
         heads: _Heads,
         cache: UnquantisedKvCache,
         plan: CpPlan,
@@ -215,6 +249,7 @@ class MlaAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """[L, heads.padded, 512] in the dtype of the model by plain PyTorch, and the picks."""
         config, positions, table = self.mla_config, plan.positions, self.cos_sin_cache
+        latent, k_pe = self._compressed(hidden)
         query_latent = self._query_latent(hidden)
         rotated = unquantised.rotate(k_pe, positions, table, interleaved=True)
         self._write_unquantised(torch.cat([latent.to(rotated.dtype), rotated], dim=-1), cache.mla[self.layer_id], plan)
@@ -233,21 +268,24 @@ class MlaAttention(nn.Module):
     def _write_unquantised(self, values: Tensor, pages: Tensor, plan: CpPlan) -> None:
         unquantised.write_rows(all_gather_rows(values, self.group) if rows_are_split(plan) else values, pages, plan)
 
-    def _query_latent(self, hidden: Tensor) -> Tensor:
-        latent: Tensor = self.q_a_layernorm(self.q_a_proj(hidden))
-        return latent
-
     def _absorbed_queries(self, query_latent: Tensor, heads: _Heads, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """``[q_nope @ W_kc | rope(q_pe)]`` [L, heads.padded, 576], built in one buffer; zeros in added heads."""
         config, count = self.mla_config, heads.last - heads.first
-        weight = self.q_b_proj.weight.unflatten(0, (config.num_heads, config.qk_head_dim))[heads.first : heads.last]
-        q = F.linear(query_latent, weight.flatten(0, 1)).unflatten(-1, (count, config.qk_head_dim))
-        q_nope, q_pe = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+        if count == config.num_heads:
+            q = self.q_b_proj(query_latent)
+        else:
+            first, last = heads.first * config.qk_head_dim, heads.last * config.qk_head_dim
+            q = F.linear(query_latent, self.q_b_proj.weight[first:last])
+        q = q.view(q.shape[0], count, config.qk_head_dim)
+        q_nope, q_pe = q.split_with_sizes([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
 
         width = config.kv_lora_rank + config.qk_rope_head_dim
         buffer = torch.empty(q.shape[0], heads.padded, width, dtype=dtype, device=q.device)
-        buffer[:, count:].zero_()
-        absorbed, rope_part = buffer[:, :count].split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        own = buffer
+        if heads.padded > count:
+            buffer[:, count:].zero_()
+            own = buffer[:, :count]
+        absorbed, rope_part = own.split_with_sizes([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
         w_kc = self._kv_b_heads(heads)[:, : config.qk_nope_head_dim]
         _bmm_into(absorbed.transpose(0, 1), q_nope.transpose(0, 1), w_kc)
         if config.quantise:
@@ -261,21 +299,23 @@ class MlaAttention(nn.Module):
         """[L, heads.padded, 512] -> values -> [L, hidden_size], summed over the ranks if they share the heads."""
         config, count = self.mla_config, heads.last - heads.first
         w_vc = self._kv_b_heads(heads)[:, config.qk_nope_head_dim :]
-        latent = attended[:, :count].to(w_vc.dtype)
-        values = latent.new_empty(latent.shape[0], count, config.v_head_dim)
-        _bmm_into(values.transpose(0, 1), latent.transpose(0, 1), w_vc.transpose(1, 2))
-        weight = self.o_proj.weight[:, heads.first * config.v_head_dim : heads.last * config.v_head_dim]
-        out = F.linear(values.flatten(1), weight)
-        if plan.head_mode == "head_slice":
-            out = all_reduce_sum(out, self.group)
+        latent = attended if heads.padded == count else attended[:, :count]
+        values = latent.new_empty(latent.shape[0], count, config.v_head_dim, dtype=w_vc.dtype)
+        _bmm_into(values.transpose(0, 1), latent.to(w_vc.dtype).transpose(0, 1), w_vc.transpose(1, 2))
+        values = values.view(values.shape[0], count * config.v_head_dim)
+        if plan.head_mode != "head_slice":
+            out: Tensor = self.o_proj(values)
+            return out
+        first, last = heads.first * config.v_head_dim, heads.last * config.v_head_dim
+        out = all_reduce_sum(F.linear(values, self.o_proj.weight[:, first:last]), self.group)
         return out if self.o_proj.bias is None else out + self.o_proj.bias
 
     def _kv_b_heads(self, heads: _Heads) -> Tensor:
         """[heads, qk_nope_head_dim + v_head_dim, 512], a view of ``kv_b_proj.weight``: W_kc, then W_vc of each head."""
         config = self.mla_config
         rows = config.qk_nope_head_dim + config.v_head_dim
-        weight: Tensor = self.kv_b_proj.weight.unflatten(0, (config.num_heads, rows))
-        return weight[heads.first : heads.last]
+        weight: Tensor = self.kv_b_proj.weight.view(config.num_heads, rows, config.kv_lora_rank)
+        return weight if heads.last - heads.first == config.num_heads else weight[heads.first : heads.last]
 
     def _heads_of(self, plan: CpPlan) -> _Heads:
         count = self.mla_config.num_heads

@@ -106,16 +106,18 @@ class SparseMlaFp8CPOp(nn.Module):
         return self.planner.prepare(inputs, self._split_prefill)
 
     def new_kv_records(self, plan: CpPlan, has_indexer: bool) -> KvRecords:
-        """Room for the records of this rank's rows: one block ``[L x 656 | L x 132]``, ready to be sent."""
+        """Room for the records of this rank's rows; those that are sent share one block ``[L x 656 | L x 132]``."""
         plan = require_current(plan)
         rows, device = plan.req_ids.shape[0], plan.req_ids.device
-        row_bytes = MLA_RECORD_BYTES + (INDEX_RECORD_BYTES if has_indexer else 0)
-        block_bytes = (rows * row_bytes + 15) // 16 * 16
-        gather: BlockGather | TracedBlockGather | None = None
         # Rows are equal in number on all ranks: without any, all of them skip the gather.
         if not rows_are_split(plan) or rows == 0:
-            block = torch.empty(block_bytes, dtype=torch.uint8, device=device)
-        elif torch.compiler.is_compiling():
+            own = torch.empty((rows, MLA_RECORD_BYTES), dtype=torch.uint8, device=device)
+            keys = torch.empty((rows, INDEX_RECORD_BYTES), dtype=torch.uint8, device=device) if has_indexer else None
+            return KvRecords(own, keys, None)
+        row_bytes = MLA_RECORD_BYTES + (INDEX_RECORD_BYTES if has_indexer else 0)
+        block_bytes = (rows * row_bytes + 15) // 16 * 16
+        gather: BlockGather | TracedBlockGather
+        if torch.compiler.is_compiling():
             block = torch.empty(block_bytes, dtype=torch.uint8, device=device)
             gather = TracedBlockGather(self.group, block)
         else:
@@ -164,7 +166,7 @@ class SparseMlaFp8CPOp(nn.Module):
             raise ValueError(f"cache: expected page_size {plan.page_size} as in the plan, got {cache.page_size}")
         cache.require_layer(layer_id)
         records = pending.records
-        mla, index = records.mla.unsqueeze(0), None if records.index is None else records.index.unsqueeze(0)
+        mla, index = records.mla, records.index
         if records.gather is not None:
             if isinstance(records.gather, TracedBlockGather):
                 assert pending.traced_blocks is not None
