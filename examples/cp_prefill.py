@@ -141,7 +141,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="file to read as bytes (default: this project's documentation)")
     parser.add_argument("--ranks", type=int, default=2, help="processes that share a prefill (default: %(default)s)")
-    parser.add_argument("--split", choices=("zigzag", "interleave"), default="interleave", help="(default: %(default)s)")
+    parser.add_argument(
+        "--split", choices=("zigzag", "interleave"), default="interleave", help="(default: %(default)s)"
+    )
     parser.add_argument("--tokens", type=int, default=1536, help="length of a prompt (default: %(default)s)")
     parser.add_argument("--topk", type=int, default=128, help="keys that a row attends to (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=3, choices=(2, 3), help="(default: %(default)s)")
