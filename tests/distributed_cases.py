@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from cp_harness import MAX_POSITIONS, PAGE, assert_cache_equal, attention_inputs, mla_config, parallelism
 from rank_process import Case, assert_bitwise, device, layers, new_rank, new_scenario, one_rank, run
+from store_harness import FakeBackend, holds, small_cache, store_pages, wipe
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from sparse_cp_ops.cache_store import PrefixCache
+from sparse_cp_ops.cache_store import CacheStore, PrefixCache, restore_prefixes
 from sparse_cp_ops.config import CPRotateMethod, ParallelismConfig
 from sparse_cp_ops.context_parallel import collectives as comm
 from sparse_cp_ops.nn import SparseMlaCpImpl, get_mla_impl
@@ -209,6 +210,31 @@ def different_batches_are_refused(group: comm.CpGroup) -> None:
     assert_bitwise(run(many, scenario, [20, 3], [0, 0]), run(one_rank(scenario), scenario, [20, 3], [0, 0]))
 
 
+def ranks_agree_on_what_a_store_has(group: comm.CpGroup) -> None:
+    """The last rank does not see one page and reads a damaged one: all of them go on with what every rank has."""
+    odd = group.rank == group.size - 1
+    backend = FakeBackend()
+    writing = CacheStore(small_cache(), 1 << 20, "", backend)
+    prompts = [[9] * (5 * PAGE), [8] * (3 * PAGE + 1), [7] * PAGE]
+    first, second = (writing.page_keys(prompt) for prompt in prompts[:2])
+    store_pages(writing, first)
+    store_pages(writing, second)
+    if odd:
+        del backend.content[first[3]]
+        backend.content[second[1]] = bytes(len(backend.content[second[1]]))
+    store = CacheStore(small_cache(12), 1 << 20, "", backend)
+    prefix_cache = PrefixCache(12, PAGE, store.fingerprint)
+    wipe(store.cache)
+    held = restore_prefixes(prefix_cache, store, prompts, group)
+    assert [len(pages) for pages in held] == [3, 1, 0]
+    for keys, pages in zip((first, second), held, strict=False):
+        assert all(holds(store.cache, key, page) for key, page in zip(keys, pages, strict=False))
+    digest = int.from_bytes(prefix_cache.decisions[:7])
+    assert comm.agree_on_minimum([digest, -digest], group, torch.device("cpu")) == [digest, -digest]
+    # The device has them now.
+    assert prefix_cache.match_prefix(prompts[0]) == held[0]
+
+
 def get_mla_impl_checks_the_group(group: comm.CpGroup) -> None:
     impl = get_mla_impl(mla_config(), parallelism(group.size, group.rank), group.process_group)
     assert type(impl) is SparseMlaCpImpl
@@ -245,5 +271,10 @@ ANY_DEVICE: list[Case] = [
     plans_with_room,
     get_mla_impl_checks_the_group,
 ]
-FOUR_RANKS: list[Case] = [*ANY_DEVICE, user_buffers_need_cuda, different_batches_are_refused]
+FOUR_RANKS: list[Case] = [
+    *ANY_DEVICE,
+    user_buffers_need_cuda,
+    different_batches_are_refused,
+    ranks_agree_on_what_a_store_has,
+]
 TWO_RANKS: list[Case] = [*FOUR_RANKS, compiled_steps_are_one_graph, a_rank_that_fails_between_two_collectives]

@@ -1,5 +1,6 @@
 """The examples as a user runs them, and the demo's checks, failures and picture."""
 
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from cp_prefill_checks import Check, swapped_keys
 from cp_prefill_steps import Settings
 from hf_reference import IndexerCall, attentions_of, recorded_indexers, small_model
 from matplotlib import image as image_file
+from mooncake_cluster import running_cluster
 from rich.progress import Progress
 from selection_map import map_image
 
@@ -51,6 +53,29 @@ def test_decode() -> None:
     assert result.returncode == 0, result.stderr
     assert "536 tokens in, 12 out" in result.stdout
     assert "512 of 548 tokens were cached" in result.stdout
+
+
+def check_prefill_decode(url: str) -> None:
+    """Bit-equal pages, each stored by one rank only, and the continuation of one process: the example checks it."""
+    result = run("prefill_decode.py", "--store", url, "--steps", 6)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "loaded [304, 96, 16] tokens" in result.stdout
+    shares = re.search(r"which stored (\d+) \+ (\d+) pages", result.stdout)
+    assert shares is not None
+    assert sum(map(int, shares.groups())) == 21  # 19 + 2: the second prompt's pages are the first's
+    assert min(map(int, shares.groups())) > 0
+    assert "bit for bit" in result.stdout
+
+
+def test_prefill_decode(tmp_path: Path) -> None:
+    check_prefill_decode(f"file://{tmp_path}/store?memory=64MiB")
+    assert len(list(tmp_path.glob("store/??/*.page"))) == 21
+
+
+@pytest.mark.mooncake
+def test_prefill_decode_through_mooncake(tmp_path: Path) -> None:
+    with running_cluster(tmp_path) as cluster:
+        check_prefill_decode(cluster.url("64MiB"))
 
 
 def test_demo(tmp_path: Path) -> None:

@@ -209,6 +209,15 @@ def require_agreement(digest: int, group: CpGroup, device: torch.device) -> None
     torch._assert_async((digests_on_device == digests_on_device[0]).all(), "prepare: the ranks hold different batches")
 
 
+def agree_on_minimum(values: list[int], group: CpGroup, device: torch.device) -> list[int]:
+    """The smallest of each value on any rank. The host waits for it: it is for decisions between forwards."""
+    if group.size == 1 or not values:
+        return values
+    smallest = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group.process_group)
+    return [int(value) for value in smallest.tolist()]
+
+
 class BlockGather:
     """One all-gather of equal blocks, in place: fill ``own``, ``start``, compute something else, ``wait``.
 

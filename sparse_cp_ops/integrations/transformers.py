@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,7 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sparse_cp_ops.cache_store import PrefixCache, block_table
+from sparse_cp_ops.cache_store import (
+    CacheStore,
+    CacheWriter,
+    PrefixCache,
+    block_table,
+    create_cache_writer,
+    restore_prefixes,
+)
 from sparse_cp_ops.config import ParallelismConfig
 from sparse_cp_ops.context_parallel.collectives import gather_hidden_states, gather_last_tokens, take_local_rows
 from sparse_cp_ops.context_parallel.plan import CpPlan
@@ -51,7 +59,7 @@ class Request:
     Attributes:
         tokens: the tokens whose keys are in the cache, from the first on.
         pages: their pages in order, held until :meth:`SparseCpModel.release`.
-        prefix_hit: how many of the prompt's tokens an earlier request had computed.
+        prefix_hit: how many of the prompt's tokens were there already, on the device or in the store.
         released: whether it has ended; its pages may hold other tokens by now.
     """
 
@@ -100,6 +108,7 @@ class SparseCpModel:
         config: dimensions and modes of the attention.
         cache: the paged caches of all layers.
         prefix_cache: which pages hold which tokens.
+        store: where pages go to and come from beyond the device; None = nowhere.
     """
 
     def __init__(
@@ -110,6 +119,8 @@ class SparseCpModel:
         *,
         num_pages: int,
         page_size: int = 64,
+        store_url: str | None = None,
+        model_id: str = "",
         **config_overrides: Any,
     ) -> None:
         """Build the attention layers around the model's weights, and allocate the caches on its device.
@@ -120,6 +131,8 @@ class SparseCpModel:
             group: the tensor-parallel ranks; None = this process alone.
             num_pages: pages of the cache, shared by running requests and kept prefixes.
             page_size: tokens a page.
+            store_url: a store for the pages of prefills, see :meth:`CacheStore.open`; None = none.
+            model_id: tells the pages of this model from those of others in a store: name and version of the weights.
             config_overrides: other fields of :class:`MlaConfig`, for example ``quantise=False`` or ``precision="f16"``.
 
         Raises:
@@ -152,7 +165,15 @@ class SparseCpModel:
             # float64 models keep their precision: that is how to tell rounding from faults.
             dtype = torch.promote_types(model.dtype, torch.float32)
             self.cache = UnquantisedKvCache(self.config.num_layers, num_pages, page_size, self.device, dtype)
-        self.prefix_cache = PrefixCache(num_pages, page_size)
+        self.store: CacheStore | None = None
+        fingerprint = b""
+        if store_url is not None:
+            if not isinstance(self.cache, PagedKvCache):
+                raise ValueError("SparseCpModel: store_url: expected None with quantise=False, got a store")
+            # Both modes of the indexer write the same records; the scales' format is in them.
+            self.store = CacheStore.open(store_url, self.cache, f"{model_id} {self.config.scale_format}")
+            fingerprint = self.store.fingerprint
+        self.prefix_cache = PrefixCache(num_pages, page_size, fingerprint)
 
     def prefill(
         self,
@@ -183,8 +204,8 @@ class SparseCpModel:
             raise ValueError(f"SparseCpModel: chunk_tokens: expected at least 1, got {chunk_tokens}")
         requests: list[Request] = []
         try:
-            for prompt in waiting:
-                pages = self.prefix_cache.match_prefix(prompt)
+            found = restore_prefixes(self.prefix_cache, self.store, waiting, self.impl.group)
+            for prompt, pages in zip(waiting, found, strict=True):
                 hit = len(pages) * self.config.page_size
                 requests.append(Request(prompt[:hit], pages, hit))
             parts: list[list[Tensor]] = [[] for _ in prompts]
@@ -265,7 +286,12 @@ class SparseCpModel:
                 block_table(tables, self.device),
                 self.prefix_cache.decisions,
             )
-            hidden, plan = self._run_layers(new_tokens, inputs, on_picks)
+            writer = None
+            if self.store is not None:
+                sequences = [request.tokens + tokens for request, tokens in zip(requests, new_tokens, strict=True)]
+                writer = create_cache_writer(self.store, inputs, sequences, tables, self.impl.group)
+            with writer or nullcontext():
+                hidden, plan = self._run_layers(new_tokens, inputs, on_picks, writer)
             gather = gather_last_tokens if logits == "last" else gather_hidden_states
             rows: Tensor = self.lm_head(gather(hidden, plan, self.impl.group))
         except BaseException:
@@ -278,7 +304,11 @@ class SparseCpModel:
         return list(rows.split([1] * len(requests) if logits == "last" else lengths))
 
     def _run_layers(
-        self, new_tokens: list[list[int]], inputs: AttentionInputs, on_picks: OnPicks | None
+        self,
+        new_tokens: list[list[int]],
+        inputs: AttentionInputs,
+        on_picks: OnPicks | None,
+        writer: CacheWriter | None,
     ) -> tuple[Tensor, CpPlan]:
         """Hidden states of this rank's rows behind the last norm, [L, hidden_size]."""
         plan = self.impl.prepare(inputs)
@@ -287,9 +317,11 @@ class SparseCpModel:
             tokens = take_local_rows(tokens, plan)
         now = _Forward(self.cache, self.impl, plan, on_picks)
         hidden, picks = self.embed_tokens(tokens)[None], None
-        for layer in self.layers:
+        for layer_id, layer in enumerate(self.layers):
             result = layer(hidden, attention_mask=None, sparse_cp_forward=now, prev_topk_indices=picks)
             hidden, picks = result if isinstance(result, tuple) else (result, None)
+            if writer is not None:
+                writer.write_layer(layer_id)
         return self.norm(hidden)[0], plan
 
     def _allocate(self, requests: Sequence[Request], lengths: list[int]) -> list[list[int]]:

@@ -1,0 +1,101 @@
+"""Prompts that find their beginnings on the device and in a store, in one process; ranks are in test_distributed.py."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hf_reference import small_model
+from store_harness import PAGE, FakeBackend, holds, memory_for, small_cache, store_pages, wipe
+
+from sparse_cp_ops.cache_store import CacheStore, PrefixCache, restore_prefixes
+from sparse_cp_ops.integrations.transformers import SparseCpModel
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(100) for _ in range(length)]
+
+
+def test_the_device_first_then_the_store(device: str) -> None:
+    backend = FakeBackend()
+    long = prompt(1, 5 * PAGE + 3)
+    writing = CacheStore(small_cache(8, device), memory_for(small_cache(), 8), "", backend)
+    keys = writing.page_keys(long)
+    store_pages(writing, keys)
+    store = CacheStore(small_cache(10, device), memory_for(small_cache(), 8), "", backend)
+    prefix_cache = PrefixCache(10, PAGE, store.fingerprint)
+    wipe(store.cache)
+    (found,) = restore_prefixes(prefix_cache, store, [long[: 2 * PAGE + 1]])
+    assert len(found) == 2
+    assert store.stats.backend_hits == 2
+    pages, other, whole = restore_prefixes(prefix_cache, store, [long, prompt(2, 40), long[: 5 * PAGE]])
+    assert pages[:2] == found
+    assert (len(pages), other, len(whole)) == (5, [], 4)  # at least one token is left to compute
+    for page, key in zip(pages, keys, strict=True):
+        assert holds(store.cache, key, page)
+    for page, key in zip(whole, keys, strict=False):
+        assert holds(store.cache, key, page)
+    for held in (found, pages, whole):
+        prefix_cache.release(held)
+    assert prefix_cache.available == 10
+    calls = backend.calls
+    assert len(restore_prefixes(prefix_cache, store, [long])[0]) == 5
+    assert backend.calls == calls
+
+
+def test_without_room_or_store_it_is_match_prefix() -> None:
+    backend = FakeBackend()
+    store = CacheStore(small_cache(), memory_for(small_cache(), 8), "", backend)
+    long = prompt(1, 3 * PAGE + 1)
+    store_pages(store, store.page_keys(long))
+    full = PrefixCache(8, PAGE, store.fingerprint)
+    held = full.allocate(6)
+    assert len(restore_prefixes(full, store, [long])[0]) == 2
+    assert full.available == 0
+    full.release(held)
+    alone = PrefixCache(8, PAGE)
+    assert restore_prefixes(alone, None, [long, long]) == [[], []]
+    with pytest.raises(ValueError, match="expected the fingerprint of the store"):
+        restore_prefixes(alone, store, [long])
+
+
+def test_an_error_leaves_nothing_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CacheStore(small_cache(), memory_for(small_cache(), 8), "", FakeBackend())
+    long = prompt(1, 3 * PAGE + 1)
+    store_pages(store, store.page_keys(long))
+    prefix_cache = PrefixCache(8, PAGE, store.fingerprint)
+    monkeypatch.setattr(store, "read", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        restore_prefixes(prefix_cache, store, [long, long])
+    assert prefix_cache.available == 8
+
+
+def test_a_model_reuses_what_another_one_has_stored(tmp_path: Path, device: str) -> None:
+    """In chunks, with pages on the device given away in between: the same logits as without a store."""
+    model = small_model("glm_moe_dsa", dtype=torch.float64).to(device)
+    sizes = {"num_pages": 14, "page_size": 16, "max_positions": 256}
+    url = f"file://{tmp_path}?memory=8MiB"
+    long, other = prompt(1, 150), prompt(2, 200)
+    plain = SparseCpModel(model, **sizes)
+    _, expected = plain.prefill([long])
+    writing = SparseCpModel(model, store_url=url, model_id="m", **sizes)
+    requests, logits = writing.prefill([long], chunk_tokens=40)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
+    assert requests[0].prefix_hit == 0
+    writing.release(requests)
+    writing.release(writing.prefill([other])[0])  # takes all pages of the device
+    requests, again = writing.prefill([long])
+    assert requests[0].prefix_hit == 144
+    torch.testing.assert_close(again, expected, rtol=0, atol=1e-9)
+    assert writing.store is not None
+    assert writing.store.flush()
+    assert writing.store.stats.refused == writing.store.stats.failed == 0
+    reading = SparseCpModel(model, store_url=url, model_id="m", **sizes)
+    requests, again = reading.prefill([long])
+    assert requests[0].prefix_hit == 144
+    torch.testing.assert_close(again, expected, rtol=0, atol=1e-9)
+    stranger = SparseCpModel(model, store_url=url, model_id="other weights", **sizes)
+    assert stranger.prefill([long])[0][0].prefix_hit == 0
+    with pytest.raises(ValueError, match="store_url: expected None with quantise=False"):
+        SparseCpModel(model, store_url=url, quantise=False, **sizes)
