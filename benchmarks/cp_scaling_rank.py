@@ -33,6 +33,7 @@ CHUNK_TOKENS = 131072
 # Repeats fill about this long; a median of three is the least.
 SECONDS_A_MEASUREMENT = 0.5
 KV_LATENT, ROPE_DIM, INDEX_DIM = 512, 64, 128
+BORROWER = -1  # of the registered buffer: no model
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,10 @@ class SilentGather(BlockGather):
 
     kept: ClassVar[Tensor | None] = None
 
-    def __init__(self, group: CpGroup, block_bytes: int, device: torch.device, max_registered_bytes: int) -> None:
-        super().__init__(group, block_bytes, device, 0)
+    def __init__(
+        self, group: CpGroup, block_bytes: int, device: torch.device, max_registered_bytes: int, borrower: int
+    ) -> None:
+        super().__init__(group, block_bytes, device, 0, borrower)
         self._silent = SilentGather.kept is not None
         if SilentGather.kept is not None:
             self._blocks = SilentGather.kept
@@ -273,11 +276,11 @@ def measure_gathers(
     def one(group: dist.ProcessGroup) -> Callable[[], object]:
         cp_group = CpGroup.of(group)
         registered = _registered_buffer(cp_group)
-        memory = registered.take(ranks * block) if registered is not None else None
+        memory = registered.take(ranks * block, BORROWER) if registered is not None else None
         if memory is None:
             memory = torch.zeros(ranks * block, dtype=torch.uint8, device=device)
         if registered is not None:
-            registered.release()
+            registered.release(BORROWER)
         return lambda: _all_gather_single(memory, memory.view(ranks, block)[bench.rank], group=group)
 
     row["packed_gather_ms"] = bench.milliseconds(one(bench.plain))

@@ -123,7 +123,9 @@ class SimulatedGather:
 
     started: dict[int, Tensor]
 
-    def __init__(self, group: CpGroup, block_bytes: int, device: torch.device, max_registered_bytes: int) -> None:
+    def __init__(
+        self, group: CpGroup, block_bytes: int, device: torch.device, max_registered_bytes: int, borrower: int
+    ) -> None:
         assert block_bytes % 16 == 0
         self.group = group
         self.own = torch.empty(block_bytes, dtype=torch.uint8, device=device)

@@ -1,5 +1,6 @@
 """What a single process can see of the collectives; real groups are in test_distributed.py."""
 
+import copy
 import logging
 
 import pytest
@@ -10,7 +11,7 @@ from cp_harness import attention_inputs, mla_config, parallelism
 from sparse_cp_ops.config import CPRotateMethod, ParallelismConfig
 from sparse_cp_ops.context_parallel import CpPlan
 from sparse_cp_ops.context_parallel import collectives as comm
-from sparse_cp_ops.nn import get_mla_impl
+from sparse_cp_ops.nn import MlaAttention, get_mla_impl
 
 
 def test_a_group_without_this_process_is_refused() -> None:
@@ -193,8 +194,8 @@ def test_registered_memory_is_lent_to_one_gather_at_a_time() -> None:
     memory = torch.empty(64, dtype=torch.uint8)
     comm._registered_buffers[group.process_group] = comm._RegisteredBuffer(memory)  # type: ignore[index]
 
-    def gather(block_bytes: int = 32, limit: int = 64) -> tuple[comm.BlockGather, bool]:
-        made = comm.BlockGather(group, block_bytes, torch.device("cpu"), limit)
+    def gather(block_bytes: int = 32, limit: int = 64, borrower: int = 7) -> tuple[comm.BlockGather, bool]:
+        made = comm.BlockGather(group, block_bytes, torch.device("cpu"), limit, borrower)
         return made, made.own.untyped_storage().data_ptr() == memory.data_ptr()
 
     assert gather(48, 1000)[1] is False  # larger than the buffer
@@ -204,9 +205,24 @@ def test_registered_memory_is_lent_to_one_gather_at_a_time() -> None:
     assert first.own.data_ptr() == memory.data_ptr() + 32  # the block of rank 1, gathered in place
     assert gather()[1] is False  # two gathers in flight
     assert first.wait().data_ptr() == memory.data_ptr()
+    with pytest.raises(RuntimeError, match="waited for already"):
+        first.wait()
     second, registered = gather(16)
     assert registered
     del second  # by an error: on all ranks, or the group is broken anyway
     assert gather()[1] is False
-    comm.begin_forward(group)
+    comm.begin_forward(group, 8)  # another model's: the gather may be under way
+    assert gather()[1] is False
+    comm.begin_forward(group, 7)
     assert gather()[1] is True
+
+
+def test_a_model_of_several_ranks_can_be_copied() -> None:
+    class NoCopies(FakeGroup):
+        def __deepcopy__(self, memo: dict[int, object]) -> FakeGroup:
+            raise TypeError("cannot pickle ProcessGroup")
+
+    layer = MlaAttention(mla_config(), 0, parallelism(2), NoCopies())  # type: ignore[arg-type]
+    copied = copy.deepcopy(layer)
+    assert copied.group == layer.group
+    assert copied.o_proj.weight.data_ptr() != layer.o_proj.weight.data_ptr()

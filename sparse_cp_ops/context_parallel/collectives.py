@@ -61,6 +61,9 @@ class CpGroup:
             return cls()
         return cls(group.size(), group.rank(), group.group_name, group)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> CpGroup:
+        return self  # a copied model talks to the same ranks; process groups can't be copied
+
 
 def all_reduce_sum(x: Tensor, group: CpGroup) -> Tensor:
     """Sum over the ranks. Uses up ``x``: eagerly the sum is written into it."""
@@ -225,7 +228,9 @@ class BlockGather:
         own: uint8 [block_bytes], this rank's block.
     """
 
-    def __init__(self, group: CpGroup, block_bytes: int, device: torch.device, max_registered_bytes: int) -> None:
+    def __init__(
+        self, group: CpGroup, block_bytes: int, device: torch.device, max_registered_bytes: int, borrower: int
+    ) -> None:
         """Take a buffer: the registered one if it is there, free and large enough, plain memory otherwise.
 
         Args:
@@ -233,11 +238,14 @@ class BlockGather:
             block_bytes: bytes of a rank's block, the same on all ranks, a multiple of 16.
             device: where the block lives.
             max_registered_bytes: a larger gather uses plain memory.
+            borrower: whose next :func:`begin_forward` takes the registered buffer back if this gather is abandoned.
         """
         self.group = group
         total = group.size * block_bytes
         registered = _registered_buffer(group)
-        buffer = registered.take(total) if registered is not None and total <= max_registered_bytes else None
+        buffer = None
+        if registered is not None and total <= max_registered_bytes:
+            buffer = registered.take(total, borrower)
         self._registered = None if buffer is None else registered
         if buffer is None:
             buffer = torch.empty(total, dtype=torch.uint8, device=device)
@@ -246,6 +254,8 @@ class BlockGather:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None  # of the buffer
         self._work: Any = None
         self._done: torch.cuda.Event | None = None
+        self._borrower = borrower
+        self._finished = False
 
     def start(self, overlap: bool) -> None:
         """Begin: on the gather stream (CUDA) or in the background (CPU) with ``overlap``, else in line."""
@@ -266,15 +276,25 @@ class BlockGather:
         """uint8 [size, block_bytes], all blocks. On CUDA the current stream waits, not the host.
 
         Whatever reads them has to be enqueued on the current stream before the next gather is made.
+
+        Raises:
+            RuntimeError: called a second time, when another gather may be using the memory.
         """
+        if self._finished:
+            raise RuntimeError("this gather has been waited for already: a write can be finished once")
+        self._finished = True
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._done is not None:
-            torch.cuda.current_stream(self.own.device).wait_event(self._done)
-            self._done = None
+        if self._stream is not None:
+            stream = torch.cuda.current_stream(self.own.device)
+            if self._done is not None:
+                stream.wait_event(self._done)
+                self._done = None
+            if stream != self._stream and self._registered is None:
+                self._blocks.record_stream(stream)  # the allocator knows of the stream that the memory is from
         if self._registered is not None:
-            self._registered.release()
+            self._registered.release(self._borrower)
             self._registered = None
         return self._blocks
 
@@ -285,11 +305,14 @@ class BlockGather:
             self._stream.wait_event(done)
 
 
-def begin_forward(group: CpGroup) -> None:
-    """Take back what gathers of an earlier forward borrowed and, after an error, never returned."""
+def begin_forward(group: CpGroup, borrower: int) -> None:
+    """Take back what gathers of the borrower's earlier forward borrowed and, after an error, never returned.
+
+    Forwards of another model on the same ranks keep what they have: they may be in the middle of a layer.
+    """
     registered = _registered_buffer(group)
     if registered is not None:
-        registered.release()
+        registered.release(borrower)
 
 
 @dataclass(frozen=True)
@@ -330,7 +353,7 @@ class _RegisteredBuffer:
     def __init__(self, memory: Tensor, pool: Any = None) -> None:
         self._memory = memory
         self._pool = pool  # what the memory is from
-        self._lent = False
+        self._borrower: int | None = None  # who has the memory
         self._last_stream: torch.cuda.Stream | None = None
 
     @classmethod
@@ -349,11 +372,11 @@ class _RegisteredBuffer:
         if self._pool is not None:
             _idle_pools.setdefault((self._memory.get_device(), self._memory.shape[0]), []).append(self._pool)
 
-    def take(self, nbytes: int) -> Tensor | None:
+    def take(self, nbytes: int, borrower: int) -> Tensor | None:
         """The first bytes until :meth:`release`, or None if there are not enough or another gather has them."""
-        if nbytes > self._memory.shape[0] or self._lent:
+        if nbytes > self._memory.shape[0] or self._borrower is not None:
             return None
-        self._lent = True
+        self._borrower = borrower
         if self._memory.is_cuda:
             # The last scatter may still run on its stream. A capture must not wait on what is outside of it; there the
             # order of replays is the caller's, as it is for the caches.
@@ -363,9 +386,10 @@ class _RegisteredBuffer:
             self._last_stream = stream
         return self._memory[:nbytes]
 
-    def release(self) -> None:
-        """The gather that has the memory is done with it, or given up."""
-        self._lent = False
+    def release(self, borrower: int) -> None:
+        """If the borrower has the memory, it is done with it or has given up."""
+        if self._borrower == borrower:
+            self._borrower = None
 
 
 # Pools of buffers whose group is gone, by device and bytes: the next buffer of that size takes one.

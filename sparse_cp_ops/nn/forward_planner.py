@@ -94,7 +94,7 @@ class ForwardPlanner:
                 require_agreement(digest, group, inputs.device)
         if refusal is not None:
             raise refusal
-        begin_forward(group)
+        begin_forward(group, self.planner_id)
         if self._lease is not None:
             self._lease.current = False
         self._lease = PlanLease(self.planner_id)

@@ -121,7 +121,7 @@ class SparseMlaFp8CPOp(nn.Module):
             block = torch.empty(block_bytes, dtype=torch.uint8, device=device)
             gather = TracedBlockGather(self.group, block)
         else:
-            gather = BlockGather(self.group, block_bytes, device, self._max_registered_bytes)
+            gather = BlockGather(self.group, block_bytes, device, self._max_registered_bytes, self.planner.planner_id)
             block = gather.own
         mla, index = _record_views(block.unsqueeze(0), rows, has_indexer)
         return KvRecords(mla[0], None if index is None else index[0], gather)
