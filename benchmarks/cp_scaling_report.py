@@ -28,7 +28,7 @@ COLOURS = {
 Event = tuple[str, int, int, int]  # name, start ns, duration ns, stream
 
 
-OK = "as one rank"  # a check that held
+OK = "holds"  # a check that held
 
 
 class Results:

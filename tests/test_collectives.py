@@ -55,7 +55,7 @@ def test_a_single_rank_never_communicates(device: str) -> None:
 
 def test_rows_that_are_not_the_plans_are_refused() -> None:
     """On one rank only they would be read as other tokens; with another group the ranks would wait for each other."""
-    plan = CpPlan.build([3, 5], [0, 0], 0, 2)  # 8 tokens, 6 rows a rank
+    plan = CpPlan.build([3, 5], [0, 0], 0, 2, "zigzag")  # 8 tokens, 6 rows a rank
     two, three = (comm.CpGroup(size, 0, "never used") for size in (2, 3))
     for packed in (7, 9, 0):
         with pytest.raises(ValueError, match=f"packed: expected 8 rows .the new tokens of the plan., got {packed}"):
@@ -70,7 +70,7 @@ def test_rows_that_are_not_the_plans_are_refused() -> None:
 
 
 def test_a_plan_with_spare_room_takes_fewer_packed_rows() -> None:
-    roomy = CpPlan.build([3, 5], [0, 0], 0, 2, local_rows=8, total_tokens=12)
+    roomy = CpPlan.build([3, 5], [0, 0], 0, 2, "zigzag", local_rows=8, total_tokens=12)
     x = torch.randn(12, 2)
     assert torch.equal(comm.take_local_rows(x[:8], roomy)[:6], comm.take_local_rows(x, roomy)[:6])
     with pytest.raises(ValueError, match="packed: expected 12 rows"):

@@ -12,9 +12,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -350,9 +350,8 @@ class _RegisteredBuffer:
     So what decides is the same on all of them: sizes and the order of calls, never whether an object still lives.
     """
 
-    def __init__(self, memory: Tensor, pool: Any = None) -> None:
+    def __init__(self, memory: Tensor) -> None:
         self._memory = memory
-        self._pool = pool  # what the memory is from
         self._borrower: int | None = None  # who has the memory
         self._last_stream: torch.cuda.Stream | None = None
 
@@ -361,16 +360,13 @@ class _RegisteredBuffer:
         """Allocate memory that NCCL's allocator gives and register it with the group's communicator."""
         backend: Any = process_group._get_backend(device)
         with torch.cuda.device(device):  # a pool belongs to the current device
-            idle = _idle_pools.get((torch.cuda.current_device(), nbytes))
+            idle = _idle_pools.setdefault((torch.cuda.current_device(), nbytes), [])
             pool = idle.pop() if idle else _immortal_pool(backend.mem_allocator)
             with torch.cuda.use_mem_pool(pool):
-                memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                buffer = cls(torch.empty(nbytes, dtype=torch.uint8, device=device))
+            weakref.finalize(buffer, idle.append, pool).atexit = False
             backend.register_mem_pool(pool)
-        return cls(memory, pool)
-
-    def __del__(self) -> None:
-        if self._pool is not None:
-            _idle_pools.setdefault((self._memory.get_device(), self._memory.shape[0]), []).append(self._pool)
+        return buffer
 
     def take(self, nbytes: int, borrower: int) -> Tensor | None:
         """The first bytes until :meth:`release`, or None if there are not enough or another gather has them."""
@@ -409,7 +405,7 @@ def _immortal_pool(allocator: Any) -> Any:
 
 
 # Weak: a buffer goes with its group's communicator.
-_registered_buffers: WeakKeyDictionary[dist.ProcessGroup, _RegisteredBuffer] = WeakKeyDictionary()
+_registered_buffers: weakref.WeakKeyDictionary[dist.ProcessGroup, _RegisteredBuffer] = weakref.WeakKeyDictionary()
 
 
 def _registered_buffer(group: CpGroup) -> _RegisteredBuffer | None:
