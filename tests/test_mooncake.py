@@ -38,7 +38,6 @@ def own_cluster(tmp_path: Path) -> Iterator[Cluster]:
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "RETRY_SECONDS", 0.5)
-    monkeypatch.setenv("GLOG_minloglevel", "2")
 
 
 def open_store(cluster: Cluster, pages: int = 8, model: str = "", **times: float) -> CacheStore:
