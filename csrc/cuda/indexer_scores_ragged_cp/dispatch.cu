@@ -35,8 +35,8 @@ void launch_scores(const ScoreTask& task, void* plan, int32_t device, cudaStream
   }
   const ScorePlan score_plan = ScorePlan::at(plan, task.rows.count);
   const int ctas = std::min(arch.multiprocessors, kMaxCtas);
-  launch_score_plan(
-      {task.in, task.rows, task.first_key, task.key_count, task.skip_keys, Sweep::kAll, 0, ctas, score_plan}, stream);
+  launch_score_plan({task.in, task.rows, task.first_key, task.key_count, task.skip_keys, 0, ctas, score_plan}, device,
+                    stream);
   launch_sm90_scores({task.in,
                       task.rows,
                       score_plan,

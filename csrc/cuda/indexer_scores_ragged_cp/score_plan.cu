@@ -1,7 +1,7 @@
 // One thread block makes the plan: runs of rows with the same request become blocks, blocks are given steps.
 #include "score_plan.h"
 
-#include "../launch.h"
+#include "../device/chained_launch.cuh"
 #include "pieces.cuh"
 
 namespace sparse_cp_ops {
@@ -37,11 +37,16 @@ __device__ int exclusive_scan(int value, int (&warps)[kWarps], int& total, const
 
 __global__ __launch_bounds__(kThreads) void plan_kernel(const __grid_constant__ PlanTask task) {
   __shared__ int warps[kWarps];
+  wait_for_earlier_kernels();
   const auto sum = [](int a, int b) { return a + b; };
   const auto largest = [](int a, int b) { return a > b ? a : b; };
   const IndexerInputs& in = task.in;
   const ScorePlan& plan = task.plan;
   const int slots = row_count_of(task.rows);
+  if (slots == 0) {
+    if (threadIdx.x == 0) *plan.block_count = 0;
+    return;
+  }
   const int first_key = static_cast<int>(task.first_key);
 
   // Blocks: a run of equal requests, cut every kBlockRows rows. A thread looks at kVector consecutive rows.
@@ -75,10 +80,15 @@ __global__ __launch_bounds__(kThreads) void plan_kernel(const __grid_constant__ 
   __syncthreads();
 
   // Steps: a tile for all three warpgroups, or, if one warpgroup holds all rows, a tile for each of them.
-  int steps = 0;
+  const bool sampled = task.sample_keys > 0;
+  const auto steps_of = [](Sweep sweep, const ScoreBlock& block, int pieces) {
+    const int tiles = ceil_div(sweep_pieces(sweep, block.stride, pieces), kTileKeys / kPieceKeys);
+    return shares_tiles(sweep, block.rows) ? tiles : ceil_div(tiles, kBlockRows / kGroupRows);
+  };
+  int steps[2] = {};
   for (int base = 0; base < blocks; base += kThreads) {
     const int b = base + threadIdx.x;
-    int mine = 0;
+    int mine[2] = {};
     if (b < blocks) {
       ScoreBlock block{plan.blocks[b].slot, 0, first_key, 1};
       const int next = b + 1 < blocks ? plan.blocks[b + 1].slot : slots;
@@ -89,42 +99,62 @@ __global__ __launch_bounds__(kThreads) void plan_kernel(const __grid_constant__ 
           block.end = largest(block.end, wanted_end(in, row_of(task.rows, block.slot + r), task.skip_keys,
                                                     task.first_key + task.key_count));
       const int pieces = ceil_div(block.end - first_key, kPieceKeys);
-      if (task.sweep != Sweep::kAll)
+      if (sampled)
         while (ceil_div(pieces, block.stride) * kPieceKeys > task.sample_keys) block.stride *= 2;
-      const int tiles = ceil_div(sweep_pieces(task.sweep, block.stride, pieces), kTileKeys / kPieceKeys);
-      mine = shares_tiles(task.sweep, block.rows) ? tiles : ceil_div(tiles, kBlockRows / kGroupRows);
+      mine[0] = steps_of(sampled ? Sweep::kSample : Sweep::kAll, block, pieces);
+      mine[1] = sampled ? steps_of(Sweep::kRest, block, pieces) : 0;
       plan.blocks[b].rows = block.rows;  // not .slot: another thread may read it still
       plan.blocks[b].end = block.end;
       plan.blocks[b].stride = block.stride;
       for (int r = 0; r < block.rows; ++r) plan.block_of[block.slot + r] = b;
     }
-    int total;
-    const int before = exclusive_scan(mine, warps, total, sum);
-    if (b < blocks) plan.first_steps[b] = steps + before;
-    steps += total;
+#pragma unroll
+    for (int pass = 0; pass < 2; ++pass) {
+      if (pass == 1 && !sampled) break;
+      int total;
+      const int before = exclusive_scan(mine[pass], warps, total, sum);
+      if (b < blocks) (pass == 0 ? plan.first : plan.rest).first_steps[b] = steps[pass] + before;
+      steps[pass] += total;
+    }
   }
   if (threadIdx.x == 0) {
-    plan.first_steps[blocks] = steps;
+    plan.first.first_steps[blocks] = steps[0];
+    if (sampled) plan.rest.first_steps[blocks] = steps[1];
     *plan.block_count = blocks;
   }
   __syncthreads();
 
-  // Where each CTA begins: the block that holds its first step.
-  const auto begin = [&](int cta) { return static_cast<int>(static_cast<int64_t>(steps) * cta / task.ctas); };
+  // Where each CTA begins: the last block whose steps begin at or before its own.
+  for (int i = threadIdx.x; i < task.ctas * (sampled ? 2 : 1); i += kThreads) {
+    const int cta = i % task.ctas, pass = i / task.ctas;
+    const StepTable& table = pass == 0 ? plan.first : plan.rest;
+    const int begin = static_cast<int>(static_cast<int64_t>(pass == 0 ? steps[0] : steps[1]) * cta / task.ctas);
+    int low = 0, high = blocks;  // first_steps[low] <= begin; high is behind the answer
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (table.first_steps[middle] <= begin ? low : high) = middle;
+    }
+    table.cta_blocks[cta] = low;
+  }
+
+  // Which CTAs hold a row's part of the second pass.
+  if (!sampled || steps[1] == 0) return;
+  const auto cta_of = [&](int step) {
+    int cta = static_cast<int>(static_cast<int64_t>(step) * task.ctas / steps[1]);
+    while (static_cast<int64_t>(steps[1]) * (cta + 1) / task.ctas <= step) ++cta;
+    return cta;
+  };
   for (int b = threadIdx.x; b < blocks; b += kThreads) {
-    const int first = plan.first_steps[b], next = plan.first_steps[b + 1];
-    if (next == first) continue;
-    int cta = static_cast<int>(static_cast<int64_t>(first) * task.ctas / steps);  // at most two before the first
-    while (begin(cta) < first) ++cta;
-    for (; cta < task.ctas && begin(cta) < next; ++cta) plan.cta_blocks[cta] = b;
+    const int first = plan.rest.first_steps[b], last = plan.rest.first_steps[b + 1] - 1;
+    const CtaRange range = last < first ? CtaRange{0, 0} : CtaRange{cta_of(first), cta_of(last) + 1};
+    for (int r = 0; r < plan.blocks[b].rows; ++r) plan.ctas_of[plan.blocks[b].slot + r] = range;
   }
 }
 
 }  // namespace
 
-void launch_score_plan(const PlanTask& task, cudaStream_t stream) {
-  plan_kernel<<<1, kThreads, 0, stream>>>(task);
-  check_launch("indexer score plan");
+void launch_score_plan(const PlanTask& task, int32_t device, cudaStream_t stream) {
+  launch_chained("indexer score plan", plan_kernel, {1, kThreads}, device, stream, task);
 }
 
 }  // namespace sparse_cp_ops

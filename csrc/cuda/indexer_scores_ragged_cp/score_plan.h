@@ -22,25 +22,38 @@ struct ScoreBlock {
   int32_t stride;      // power of two; 1: the sample is everything
 };
 
-// Device memory of a plan. Work is cut into steps, one after the other over all blocks; CTA c takes steps
+// How a pass is cut over the CTAs: into steps, one after the other over all blocks; CTA c takes steps
 // [total * c / ctas, total * (c + 1) / ctas).
-struct ScorePlan {
-  ScoreBlock* blocks;    // [slots]
+struct StepTable {
   int32_t* first_steps;  // [slots + 1]: steps before a block; behind the last block the total
   int32_t* cta_blocks;   // [kMaxCtas]: the block of a CTA's first step
-  int32_t* block_count;  // [1]
-  int32_t* block_of;     // [slots]: the block of a slot
+};
+
+struct CtaRange {
+  int32_t first, end;
+};
+
+// Device memory of a plan.
+struct ScorePlan {
+  ScoreBlock* blocks;     // [slots]
+  int32_t* block_count;   // [1]
+  int32_t* block_of;      // [slots]: the block of a slot
+  CtaRange* ctas_of;      // [slots]: who scores the slot in the pass over the rest
+  StepTable first, rest;  // of the pass over all keys or the sample, and of the one over what a sample leaves
+
+  __host__ __device__ const StepTable& steps(Sweep sweep) const { return sweep == Sweep::kRest ? rest : first; }
 
   static constexpr int64_t bytes(int64_t slots) {
-    return slots * (sizeof(ScoreBlock) + 2 * sizeof(int32_t)) + (kMaxCtas + 4) * sizeof(int32_t);
+    return slots * (sizeof(ScoreBlock) + sizeof(CtaRange) + 3 * sizeof(int32_t)) + (2 * kMaxCtas + 3) * sizeof(int32_t);
   }
   static ScorePlan at(void* memory, int64_t slots) {  // memory aligned to 16 bytes
     ScorePlan plan;
     plan.blocks = static_cast<ScoreBlock*>(memory);
-    plan.cta_blocks = reinterpret_cast<int32_t*>(plan.blocks + slots);
-    plan.block_count = plan.cta_blocks + kMaxCtas;
-    plan.block_of = plan.block_count + 1;
-    plan.first_steps = plan.block_of + slots;
+    plan.ctas_of = reinterpret_cast<CtaRange*>(plan.blocks + slots);
+    plan.block_of = reinterpret_cast<int32_t*>(plan.ctas_of + slots);
+    plan.block_count = plan.block_of + slots;
+    plan.first = {plan.block_count + 1, plan.block_count + 1 + slots + 1};
+    plan.rest = {plan.first.cta_blocks + kMaxCtas, plan.first.cta_blocks + kMaxCtas + slots + 1};
     return plan;
   }
 };
@@ -50,12 +63,11 @@ struct PlanTask {
   RowSet rows;
   int64_t first_key, key_count;  // first_key a multiple of kTileKeys
   int64_t skip_keys;             // rows with at most that many keys are left out
-  Sweep sweep;
-  int64_t sample_keys;  // most keys of a row in a sample
+  int64_t sample_keys;           // most keys of a row in a sample; 0: one pass over all keys
   int ctas;
   ScorePlan plan;
 };
 
-void launch_score_plan(const PlanTask& task, cudaStream_t stream);
+void launch_score_plan(const PlanTask& task, int32_t device, cudaStream_t stream);
 
 }  // namespace sparse_cp_ops

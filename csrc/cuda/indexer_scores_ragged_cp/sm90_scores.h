@@ -5,7 +5,7 @@
 
 namespace sparse_cp_ops {
 
-struct Survivor {
+struct alignas(8) Survivor {
   float score;
   int32_t key;
 };

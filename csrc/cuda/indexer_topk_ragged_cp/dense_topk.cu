@@ -1,5 +1,6 @@
 // Scores of a chunk into the workspace, selection from there; the best keys of a row travel from key chunk to key
 // chunk.
+#include "../arch.h"
 #include "../indexer_scores_ragged_cp/scoring.h"
 #include "selection.h"
 #include "topk_paths.h"
@@ -56,7 +57,8 @@ void dense_topk(const IndexerTopkParams& p, const RowSet& rows, const Workspace&
   for (int i = 0; i < 2 && chunks.kept_bytes > 0; ++i, behind += chunks.rows * p.topk * 8)
     kept[i] = {reinterpret_cast<uint32_t*>(behind), reinterpret_cast<int32_t*>(behind) + chunks.rows * p.topk};
   void* plan = behind;
-  const bool narrow = capacity <= chunks.keys && capacity <= kNarrowKeys;
+  const bool clusters = device_arch(device).kernels == KernelSet::kSm90;
+  const bool narrow = capacity <= chunks.keys && capacity <= (clusters ? kNarrowBlocks : 1) * kNarrowKeys;
   for (int64_t row = 0; row < rows.count; row += chunks.rows) {
     RowSet part = rows;
     part.first += row;
@@ -67,7 +69,7 @@ void dense_topk(const IndexerTopkParams& p, const RowSet& rows, const Workspace&
       if (capacity > p.topk)
         launch_scores({p.in, scores, chunks.keys, part, key, key_count, p.topk, false}, plan, device, stream);
       const SelectTask task{p, part, scores, chunks.keys, key, key_count, kept[turn], kept[turn ^ 1]};
-      if (narrow) launch_narrow_selection(task, stream);
+      if (narrow) launch_narrow_selection(task, device, stream);
       else launch_selection(task, device, stream);
     }
   }

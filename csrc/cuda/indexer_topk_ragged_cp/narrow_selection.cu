@@ -1,8 +1,10 @@
-// Selection for rows that fit the registers of a thread block.
+// Selection for rows that fit the registers of a thread block, or of a cluster of blocks that have equal shares.
 //
-// Element i of a row is held by thread i / 4 % THREADS, in strip i / (4 * THREADS): loads are coalesced, and a strip's
-// elements follow one another over the threads.
-#include "../arch.h"
+// Element i of a block's share is held by thread i / 4 % THREADS, in strip i / (4 * THREADS): loads are coalesced, and
+// a strip's elements follow one another over the threads.
+#include <algorithm>
+
+#include "../device/chained_launch.cuh"
 #include "../indexer_scores_ragged_cp/pieces.cuh"
 #include "register_search.cuh"
 #include "selection.h"
@@ -12,16 +14,19 @@ namespace {
 
 constexpr int kStrips = 8;
 constexpr int kElements = kStrips * 4;  // a thread
+constexpr int64_t kListGroups = 64;
 
-template <int THREADS>
+template <int THREADS, int BLOCKS>
 struct Scratch {
-  SearchScratch<THREADS> search;
+  SearchScratch<THREADS, BLOCKS> search;
   int strips[kStrips][THREADS / 32];  // elements of a warp in a strip, then elements before them
+  int total;
 };
 
-// For every strip, how many bits the masks have before this thread's. Bits 4s .. 4s+3 of a mask belong to strip s.
-template <int THREADS>
-__device__ void count_before(uint32_t mask, int (&before)[kStrips], Scratch<THREADS>& scratch) {
+// For every strip, how many bits the masks have before this thread's, in the blocks before this one as well. Bits 4s ..
+// 4s+3 of a mask belong to strip s.
+template <int THREADS, int BLOCKS>
+__device__ void count_before(uint32_t mask, int (&before)[kStrips], Scratch<THREADS, BLOCKS>& scratch, int turn) {
   constexpr int kWarps = THREADS / 32;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint32_t packed[2] = {};  // a byte a strip: a warp has at most 128 elements of it
@@ -61,29 +66,32 @@ __device__ void count_before(uint32_t mask, int (&before)[kStrips], Scratch<THRE
       counts[i] = running;
       running += count;
     }
+    if (lane == 31) scratch.total = running;
   }
   __syncthreads();
+  int blocks_before;
+  sum_of_blocks(scratch.total, scratch.search, turn, blocks_before);
 #pragma unroll
   for (int s = 0; s < kStrips; ++s)
-    before[s] = scratch.strips[s][warp] + (((packed[s / 4] - mine[s / 4]) >> (s % 4 * 8)) & 255);
+    before[s] = blocks_before + scratch.strips[s][warp] + (((packed[s / 4] - mine[s / 4]) >> (s % 4 * 8)) & 255);
 }
 
-template <int THREADS>
-__global__ __launch_bounds__(THREADS, 1024 / THREADS) void narrow_kernel(const __grid_constant__ SelectTask task) {
-  __shared__ Scratch<THREADS> scratch;
-  if (static_cast<int>(blockIdx.x) >= row_count_of(task.rows)) return;
-  const int64_t row = row_of(task.rows, blockIdx.x);
+template <int THREADS, int BLOCKS>
+__device__ void select_row(const SelectTask& task, int slot, Scratch<THREADS, BLOCKS>& scratch) {
+  const int first = blockIdx.x % BLOCKS * (THREADS * kElements);
+  const int64_t row = row_of(task.rows, slot);
   const int topk = static_cast<int>(task.op.topk), keys = static_cast<int>(visible_keys(task.op.in, row));
   int32_t* indices = task.op.indices + row * topk;
   if (keys <= topk) {
-    for (int i = threadIdx.x; i < topk; i += THREADS) indices[i] = i < keys ? i : -1;
+    for (int i = blockIdx.x % BLOCKS * THREADS + threadIdx.x; i < topk; i += THREADS * BLOCKS)
+      indices[i] = i < keys ? i : -1;
     return;
   }
-  const float* scores = task.scores + blockIdx.x * task.score_stride;
+  const float* scores = task.scores + slot * task.score_stride;
   uint32_t ranks[kElements];
 #pragma unroll
   for (int s = 0; s < kStrips; ++s) {
-    const int i = (s * THREADS + threadIdx.x) * 4;
+    const int i = first + (s * THREADS + threadIdx.x) * 4;
     float4 four = make_float4(0, 0, 0, 0);
     if (i + 4 <= keys) {
       four = *reinterpret_cast<const float4*>(scores + i);
@@ -98,7 +106,7 @@ __global__ __launch_bounds__(THREADS, 1024 / THREADS) void narrow_kernel(const _
     ranks[4 * s + 3] = i + 3 < keys ? rank_of_score(four.w) : kNoRank;
   }
 
-  const Found found = search<THREADS>(ranks, keys, topk, topk, scratch.search);
+  const Found found = search(ranks, keys, topk, topk, scratch.search);
   uint32_t chosen = 0;
   int before[kStrips];
   if (found.count == topk) {
@@ -111,29 +119,48 @@ __global__ __launch_bounds__(THREADS, 1024 / THREADS) void narrow_kernel(const _
       ties |= (ranks[v] == found.from ? 1u : 0u) << v;
       chosen |= (ranks[v] > found.from ? 1u : 0u) << v;
     }
-    count_before<THREADS>(ties, before, scratch);
+    count_before(ties, before, scratch, 2);
 #pragma unroll
     for (int v = 0; v < kElements; ++v)
       if (ties >> v & 1 && before[v / 4]++ < topk - found.above) chosen |= 1u << v;
   }
-  count_before<THREADS>(chosen, before, scratch);
+  count_before(chosen, before, scratch, 3);
 #pragma unroll
   for (int v = 0; v < kElements; ++v)
-    if (chosen >> v & 1) indices[before[v / 4]++] = (v / 4 * THREADS + threadIdx.x) * 4 + v % 4;
+    if (chosen >> v & 1) indices[before[v / 4]++] = first + (v / 4 * THREADS + threadIdx.x) * 4 + v % 4;
 }
 
-template <int THREADS>
-void launch(const SelectTask& task, cudaStream_t stream) {
-  narrow_kernel<THREADS><<<static_cast<unsigned>(task.rows.count), THREADS, 0, stream>>>(task);
-  check_launch("indexer selection of narrow rows");
+template <int THREADS, int BLOCKS>
+__global__ __launch_bounds__(THREADS, 1024 / THREADS) void narrow_kernel(const __grid_constant__ SelectTask task) {
+  if constexpr (BLOCKS == 1 || kHasClusters) {
+    __shared__ Scratch<THREADS, BLOCKS> scratch;
+    wait_for_earlier_kernels();
+    const int rows = row_count_of(task.rows);
+    for (int slot = blockIdx.x / BLOCKS; slot < rows; slot += gridDim.x / BLOCKS) {
+      select_row(task, slot, scratch);
+      group_barrier<BLOCKS>();  // the next row's writes come after this row's reads
+    }
+  }
+}
+
+template <int THREADS, int BLOCKS>
+void launch(const SelectTask& task, int32_t device, cudaStream_t stream) {
+  // A list is mostly empty: as many groups as run at once take what there is.
+  const int64_t groups = task.rows.list == nullptr ? task.rows.count : std::min(task.rows.count, kListGroups);
+  launch_chained("indexer selection of narrow rows", narrow_kernel<THREADS, BLOCKS>,
+                 {groups * BLOCKS, THREADS, 0, BLOCKS}, device, stream, task);
 }
 
 }  // namespace
 
-void launch_narrow_selection(const SelectTask& task, cudaStream_t stream) {
-  if (task.key_count <= 128 * kElements) launch<128>(task, stream);
-  else if (task.key_count <= 256 * kElements) launch<256>(task, stream);
-  else launch<512>(task, stream);
+void launch_narrow_selection(const SelectTask& task, int32_t device, cudaStream_t stream) {
+  const int64_t keys = task.key_count;
+  if (keys <= 128 * kElements) launch<128, 1>(task, device, stream);
+  else if (keys <= 256 * kElements) launch<256, 1>(task, device, stream);
+  else if (keys <= kNarrowKeys) launch<512, 1>(task, device, stream);
+  else if (keys <= kNarrowBlocks * 128 * kElements) launch<128, kNarrowBlocks>(task, device, stream);
+  else if (keys <= kNarrowBlocks * 256 * kElements) launch<256, kNarrowBlocks>(task, device, stream);
+  else launch<512, kNarrowBlocks>(task, device, stream);
 }
 
 }  // namespace sparse_cp_ops

@@ -2,7 +2,10 @@
 // shared memory, the rest of the bits there.
 #include "selection.h"
 
+#include <algorithm>
+
 #include "../arch.h"
+#include "../device/chained_launch.cuh"
 #include "../indexer_scores_ragged_cp/pieces.cuh"
 #include "selection.cuh"
 
@@ -56,11 +59,8 @@ struct ListSource {
   }
 };
 
-__global__ __launch_bounds__(kSelectThreads) void selection_kernel(const __grid_constant__ SelectTask task) {
-  extern __shared__ __align__(16) char smem[];
-  Scratch& scratch = *reinterpret_cast<Scratch*>(smem);
-  if (static_cast<int>(blockIdx.x) >= row_count_of(task.rows)) return;
-  const int64_t row = row_of(task.rows, blockIdx.x), at = blockIdx.x * task.op.topk;
+__device__ void select_row(const SelectTask& task, int slot, Scratch& scratch) {
+  const int64_t row = row_of(task.rows, slot), at = slot * task.op.topk;
   const int topk = static_cast<int>(task.op.topk);
   const int keys = static_cast<int>(visible_keys(task.op.in, row)), first_key = static_cast<int>(task.first_key);
   int32_t* indices = task.op.indices + row * topk;
@@ -73,7 +73,7 @@ __global__ __launch_bounds__(kSelectThreads) void selection_kernel(const __grid_
   const int fresh = last ? keys - first_key : static_cast<int>(task.key_count), kept = first_key > 0 ? topk : 0;
   const ChunkSource source{task.before.ranks + at,
                            task.before.positions + at,
-                           task.scores + blockIdx.x * task.score_stride,
+                           task.scores + slot * task.score_stride,
                            kept,
                            kept + fresh,
                            first_key};
@@ -105,13 +105,22 @@ __global__ __launch_bounds__(kSelectThreads) void selection_kernel(const __grid_
           [&](int slot, int i, uint32_t rank) { write(slot, scratch.positions[i], rank); });
 }
 
+__global__ __launch_bounds__(kSelectThreads) void selection_kernel(const __grid_constant__ SelectTask task) {
+  extern __shared__ __align__(16) char smem[];
+  wait_for_earlier_kernels();
+  const int rows = row_count_of(task.rows);
+  for (int slot = blockIdx.x; slot < rows; slot += gridDim.x) select_row(task, slot, *reinterpret_cast<Scratch*>(smem));
+}
+
 }  // namespace
 
 void launch_selection(const SelectTask& task, int32_t device, cudaStream_t stream) {
   if (task.rows.count == 0) return;
   allow_shared_bytes<selection_kernel>(device, sizeof(Scratch));
-  selection_kernel<<<static_cast<unsigned>(task.rows.count), kSelectThreads, sizeof(Scratch), stream>>>(task);
-  check_launch("indexer selection");
+  constexpr int64_t kResident = 3;  // blocks a multiprocessor, by shared memory
+  const int64_t blocks = std::min(task.rows.count, kResident * device_arch(device).multiprocessors);
+  launch_chained("indexer selection", selection_kernel, {blocks, kSelectThreads, sizeof(Scratch)}, device, stream,
+                 task);
 }
 
 }  // namespace sparse_cp_ops

@@ -25,8 +25,10 @@ struct SelectTask {
 
 void launch_selection(const SelectTask& task, int32_t device, cudaStream_t stream);
 
-// For one chunk that holds all keys, at most kNarrowKeys: several times faster.
+// For one chunk that holds all keys, several times faster: kNarrowKeys at most, or with clusters of blocks (compute
+// capability 9.0) kNarrowBlocks times as many.
 inline constexpr int64_t kNarrowKeys = 16384;
-void launch_narrow_selection(const SelectTask& task, cudaStream_t stream);
+inline constexpr int kNarrowBlocks = 8;
+void launch_narrow_selection(const SelectTask& task, int32_t device, cudaStream_t stream);
 
 }  // namespace sparse_cp_ops

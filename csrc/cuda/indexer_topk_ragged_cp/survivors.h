@@ -17,17 +17,22 @@ inline constexpr int kMaxSurvivorKeys = 256 * 1024;  // of a row: bitmaps of its
 struct SurvivorTask {
   IndexerTopkParams op;
   RowSet rows;
-  ScorePlan plan;  // of the pass over the rest
-  int ctas;
-  const float* sample;  // [slots, sample_stride]
+  ScorePlan plan;
+  float* sample;  // [slots, sample_stride]; then, in its place, the keys of the sample that reach the threshold
   int64_t sample_stride;
-  SurvivorLists lists;
-  float* thresholds;      // [slots], the same as lists.thresholds
-  int32_t* failed;        // [slots]: rows that failed, in any order
-  int32_t* failed_count;  // [1], 0 at the start
+  int32_t* sample_counts;  // [slots]: how many reach it; those behind sample_capacity() are not stored
+  SurvivorLists lists;     // counts are 0 at the start
+  float* thresholds;       // [slots], the same as lists.thresholds
+  int32_t* failed;         // [slots]: rows that failed, in any order
+  int32_t* failed_count;   // [1], 0 at the start
+
+  __host__ __device__ int sample_capacity() const { return static_cast<int>(sample_stride / 2); }
+  __device__ __forceinline__ Survivor* sample_survivors(int slot) const {
+    return reinterpret_cast<Survivor*>(sample + slot * sample_stride);
+  }
 };
 
-void launch_thresholds(const SurvivorTask& task, cudaStream_t stream);
+void launch_thresholds(const SurvivorTask& task, int32_t device, cudaStream_t stream);
 void launch_survivor_selection(const SurvivorTask& task, int32_t device, cudaStream_t stream);
 
 }  // namespace sparse_cp_ops

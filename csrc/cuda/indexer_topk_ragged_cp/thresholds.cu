@@ -1,51 +1,122 @@
 // A threshold a row, from the scores of a sample of its keys.
+#include "../device/chained_launch.cuh"
 #include "../indexer_scores_ragged_cp/pieces.cuh"
-#include "../launch.h"
+#include "block_scan.cuh"
 #include "register_search.cuh"
 #include "survivors.h"
 
 namespace sparse_cp_ops {
 namespace {
 
-constexpr int kElements = 32;  // a thread
+constexpr int kVectors = 8;  // of four columns, a thread
+constexpr int kElements = kVectors * 4;
 
-// How many keys of a sample of one in `stride` must reach the threshold so that topk of all keys do, three standard
-// deviations off: r - 3 sqrt(r) = topk / stride.
-__device__ __forceinline__ int sampled_rank(int topk, int stride) {
+template <int THREADS>
+struct Scratch {
+  SearchScratch<THREADS> search;
+  int stored;
+};
+
+// How many keys of a sample of one in `stride` must reach the threshold so that topk of all keys do, 3.5 standard
+// deviations off, if their number varies `scatter` times as much as a Poisson one: r - 3.5 sqrt(scatter * r) = topk /
+// stride. In 8192 rows x 64K keys, one in 16 sampled, 0.06 rows then have too few (3 deviations: one row).
+__device__ __forceinline__ int sampled_rank(int topk, int stride, float scatter) {
   if (stride == 1) return topk;
-  const float mean = static_cast<float>(topk) / stride;
-  return static_cast<int>(mean + 4.5f + 3.0f * sqrtf(mean + 2.25f)) + 1;
+  const float mean = static_cast<float>(topk) / stride, off = 3.5f * 3.5f * scatter;
+  return static_cast<int>(mean + 0.5f * off + sqrtf(off * (mean + 0.25f * off))) + 1;
+}
+
+// How much more the number of sampled keys from `cut` up varies than that of keys that were sampled one by one: keys
+// beside each other may score alike, and pieces of kPieceKeys are sampled. Estimated from the numbers in the pieces.
+template <int THREADS>
+__device__ __forceinline__ float scatter_of(const uint32_t (&ranks)[kElements], uint32_t cut, int columns,
+                                            Scratch<THREADS>& scratch) {
+  static_assert(kPieceKeys == 16, "four neighbouring threads hold a piece in each vector");
+  __syncthreads();  // the search's scratch is used again
+  int count = 0, squares = 0;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    int in_piece = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) in_piece += ranks[4 * v + i] >= cut;
+    in_piece += __shfl_xor_sync(~0u, in_piece, 1);
+    in_piece += __shfl_xor_sync(~0u, in_piece, 2);
+    count += in_piece, squares += in_piece * in_piece;  // each piece four times
+  }
+  const float total = sum_of_threads(count, scratch.search, 0) / 4.0f;
+  const float total_squares = sum_of_threads(squares, scratch.search, 1) / 4.0f;
+  return total > 0.0f ? (total_squares - total * total * kPieceKeys / columns) / total : 1.0f;
 }
 
 template <int THREADS>
 __global__ __launch_bounds__(THREADS, 1024 / THREADS) void threshold_kernel(const __grid_constant__ SurvivorTask task) {
-  __shared__ SearchScratch<THREADS> scratch;
+  __shared__ Scratch<THREADS> scratch;
+  wait_for_earlier_kernels();
   const int slot = blockIdx.x;
   const ScoreBlock block = task.plan.blocks[task.plan.block_of[slot]];
   const int end =
       wanted_end(task.op.in, row_of(task.rows, slot), task.op.topk, task.op.in.table_width * task.op.in.page_size);
   if (end == 0) return;
-  const int columns = sample_columns(block.stride, ceil_div(block.end, kPieceKeys), end);
-  const int least = min(sampled_rank(static_cast<int>(task.op.topk), block.stride), columns);
+  const int pieces = ceil_div(block.end, kPieceKeys), columns = sample_columns(block.stride, pieces, end);
   const float* scores = task.sample + slot * task.sample_stride;
   uint32_t ranks[kElements];
 #pragma unroll
-  for (int i = 0; i < kElements; ++i) {
-    const int column = i * THREADS + threadIdx.x;
-    ranks[i] = column < columns ? rank_of_score(scores[column]) : kNoRank;
+  for (int v = 0; v < kVectors; ++v) {
+    const int column = (v * THREADS + threadIdx.x) * 4;  // rows are whole vectors, so reading behind the end is safe
+    const float4 four = column < columns ? *reinterpret_cast<const float4*>(scores + column) : make_float4(0, 0, 0, 0);
+    ranks[4 * v] = column < columns ? rank_of_score(four.x) : kNoRank;
+    ranks[4 * v + 1] = column + 1 < columns ? rank_of_score(four.y) : kNoRank;
+    ranks[4 * v + 2] = column + 2 < columns ? rank_of_score(four.z) : kNoRank;
+    ranks[4 * v + 3] = column + 3 < columns ? rank_of_score(four.w) : kNoRank;
   }
-  // One in sixteen more survivors spares half of the search.
-  const Found found = search<THREADS>(ranks, columns, least, least + least / 16, scratch);
-  if (threadIdx.x == 0) task.thresholds[slot] = columns > 0 ? score_of_rank(found.from) : -INFINITY;
+  if (threadIdx.x == 0) scratch.stored = 0;
+
+  // One in sixteen more survivors spares half of the search; a sample of everything needs no spare ones.
+  const int topk = static_cast<int>(task.op.topk), most_survivors = kMaxSurvivors * 7 / 8;
+  const auto find = [&](float scatter) {
+    int least = sampled_rank(topk, block.stride, scatter);
+    if (block.stride > 1) least = min(least, max(most_survivors, topk + topk / 4) / block.stride);
+    least = min(least, columns);
+    return search(ranks, columns, least, block.stride == 1 ? least : least + least / 16, scratch.search);
+  };
+  Found found = find(1.0f);
+  if (block.stride > 1 && columns > 0) {
+    const float scatter = scatter_of(ranks, found.from, columns, scratch);
+    constexpr float kOrdinary = 1.5f;  // an estimate from 256 pieces of independent keys stays below
+    if (scatter > kOrdinary) found = find(scatter);
+  }
+  const float threshold = columns > 0 ? score_of_rank(found.from) : -INFINITY;
+  if (threadIdx.x == 0) task.thresholds[slot] = threshold;
+
+  // All scores are in registers: what reaches the threshold takes their place. NaN does not.
+  const uint32_t from = max(found.from, rank_of_score(threshold));
+  int mine = 0, in_warp;
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) mine += ranks[i] >= from;
+  int at = lanes_before(mine, in_warp), base = 0;
+  if (threadIdx.x % 32 == 0 && in_warp > 0) base = atomicAdd(&scratch.stored, in_warp);
+  at += __shfl_sync(~0u, base, 0);
+  Survivor* survivors = task.sample_survivors(slot);
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) {
+    if (ranks[i] < from) continue;
+    const int column = (i / 4 * THREADS + threadIdx.x) * 4 + i % 4;
+    if (at < task.sample_capacity())
+      survivors[at] = {score_of_rank(ranks[i]), sample_position(block.stride, pieces, column)};
+    ++at;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) task.sample_counts[slot] = scratch.stored;
 }
 
 }  // namespace
 
-void launch_thresholds(const SurvivorTask& task, cudaStream_t stream) {
-  const auto rows = static_cast<unsigned>(task.rows.count);
-  if (task.sample_stride <= 128 * kElements) threshold_kernel<128><<<rows, 128, 0, stream>>>(task);
-  else threshold_kernel<256><<<rows, 256, 0, stream>>>(task);
-  check_launch("indexer thresholds");
+void launch_thresholds(const SurvivorTask& task, int32_t device, cudaStream_t stream) {
+  const auto launch = [&](int threads, auto kernel) {
+    launch_chained("indexer thresholds", kernel, {task.rows.count, threads}, device, stream, task);
+  };
+  if (task.sample_stride <= 128 * kElements) launch(128, threshold_kernel<128>);
+  else launch(256, threshold_kernel<256>);
 }
 
 }  // namespace sparse_cp_ops

@@ -1,0 +1,111 @@
+// The ring of key tiles of the Hopper scoring kernel, and the shares of work that both of its sides walk through.
+#pragma once
+
+#include "pieces.cuh"
+#include "sm90_mma.cuh"
+#include "sm90_scores.h"
+
+namespace sparse_cp_ops {
+
+inline constexpr int kConsumers = 3;  // warpgroups
+inline constexpr int kStages = 8;
+inline constexpr int kPieces = kTileKeys / kPieceKeys;
+inline constexpr int kLaneKeyDistance = 8;  // a lane's two keys of a product
+inline constexpr int kTileBytes = kTileKeys * kIndexDim;
+
+struct Stage {
+  float scales[kTileKeys];
+  int positions[kPieces];  // first key of a piece
+};
+
+template <int HEADS>
+struct Shared {  // aligned to 1024 bytes for the swizzle
+  uint8_t keys[kStages][kTileBytes];
+  uint8_t queries[kConsumers][kGroupRows * HEADS * kIndexDim];
+  Stage stages[kStages];
+  uint64_t full[kStages], empty[kStages];
+};
+
+// A CTA's share of one block.
+struct Segment {
+  ScoreBlock block;
+  int first, last;    // tiles
+  int pieces;         // of the block's whole key range
+  bool shared_tiles;  // every warpgroup takes every tile
+};
+
+template <class Body>
+__device__ __forceinline__ void for_each_segment(const Sm90ScoreTask& task, const Body& body) {
+  const StepTable& steps = task.plan.steps(task.sweep);
+  const int blocks = *task.plan.block_count;
+  if (blocks == 0) return;
+  const int64_t total = steps.first_steps[blocks];
+  int step = static_cast<int>(total * blockIdx.x / gridDim.x);
+  const int end = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
+  if (step == end) return;
+  for (int b = steps.cta_blocks[blockIdx.x]; step < end; ++b) {
+    const int first = steps.first_steps[b], last = min(end, steps.first_steps[b + 1]);
+    if (last == first) continue;
+    Segment segment{task.plan.blocks[b], step - first, last - first, 0, true};
+    segment.pieces = ceil_div(segment.block.end - static_cast<int>(task.first_key), kPieceKeys);
+    if (!shares_tiles(task.sweep, segment.block.rows)) {
+      segment.shared_tiles = false;
+      const int tiles = ceil_div(sweep_pieces(task.sweep, segment.block.stride, segment.pieces), kPieces);
+      segment.first *= kConsumers;
+      segment.last = min(segment.last * kConsumers, tiles);
+    }
+    body(segment);
+    step = last;
+  }
+}
+
+// What a lane needs of a tile beside the products: its two keys and their scales.
+struct TileFacts {
+  float scale0, scale1;
+  int key0, key1;
+};
+
+// The same value, which all threads of the warp have, and the compiler knows it.
+template <class T>
+__device__ __forceinline__ T uniform(T value) {
+  return __shfl_sync(~0u, value, 0);
+}
+
+// A consumer's view of the ring.
+//
+// NOTES: stage and parity must stay the same for all threads in the compiler's eyes too (no step of the ring under a
+// condition it can't prove uniform in the loop over shared tiles). Otherwise descriptors are built in vector registers
+// and moved over before each product, which cost 20 % of the fp32 rate.
+template <int HEADS>
+struct KeyRing {
+  Shared<HEADS>& shared;
+  int in_tile;  // this lane's first key of a tile
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void wait() const { mbarrier_wait(shared_address(&shared.full[stage]), parity); }
+  __device__ __forceinline__ void release() const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.empty[stage]));
+  }
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ void make_uniform() {
+    stage = uniform(stage);
+    parity = uniform(parity);
+  }
+  __device__ __forceinline__ void skip() {
+    wait();
+    release();
+    advance();
+  }
+  __device__ __forceinline__ uint64_t operand() const { return swizzled_tile(shared_address(shared.keys[stage])); }
+  __device__ __forceinline__ TileFacts facts() const {
+    const Stage& s = shared.stages[stage];
+    const int key = s.positions[in_tile / kPieceKeys] + in_tile % kPieceKeys;
+    return {s.scales[in_tile], s.scales[in_tile + kLaneKeyDistance], key, key + kLaneKeyDistance};
+  }
+};
+
+}  // namespace sparse_cp_ops
