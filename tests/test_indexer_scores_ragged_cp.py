@@ -140,6 +140,16 @@ def test_hostile_rows(device: str) -> None:
     assert (scores[5, capacity:] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("heads", [24, 32, 64])
+@pytest.mark.parametrize("precision", ["fp32", "f16"])
+def test_same_bits_in_batches_of_any_size(device: str, heads: int, precision: str) -> None:
+    """A kernel may lay out one or two rows, up to four, and more in different ways."""
+    case = random_case([(0, 690 + r) for r in range(13)], heads).encoded_for_f16()
+    scores = scores_of(case, 703, device, precision)
+    for first, last in ((0, 1), (3, 5), (2, 5), (4, 8), (0, 5), (5, 13), (1, 13)):
+        assert same_bits(scores_of(case.rows(slice(first, last)), 703, device, precision), scores[first:last])
+
+
 def test_rows_do_not_influence_each_other(device: str) -> None:
     rows = [(r % 3, 200 + 17 * r) for r in range(40)]
     case = random_case(rows, heads=24)

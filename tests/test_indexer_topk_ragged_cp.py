@@ -52,10 +52,19 @@ def test_prescribed_scores(device: str, pattern: str, topk: int) -> None:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_long_rows_of_prescribed_scores(device: str, pattern: str) -> None:
-    lengths = [100_000, 2047, 2048, 2049, 70_001]
-    scores = PATTERNS[pattern](100_000)
-    selected = topk_of(case_with_scores(scores, 64, lengths), 2048, device)
-    assert torch.equal(selected, reference.select_topk(scores.expand(len(lengths), -1), lengths, 2048))
+    for longest in (20_000, 50_000, 100_000):  # a cluster of blocks of 128, 256 or 512 threads a row
+        lengths = [longest, 2047, 2048, 2049, longest * 7 // 10 + 1]
+        scores = PATTERNS[pattern](longest)
+        selected = topk_of(case_with_scores(scores, 64, lengths), 2048, device)
+        assert torch.equal(selected, reference.select_topk(scores.expand(len(lengths), -1), lengths, 2048))
+
+
+@pytest.mark.parametrize("pattern", ["two levels", "increasing", "normal"])
+def test_a_million_keys(device: str, pattern: str) -> None:
+    lengths = [2**20, 2**20 - 33]
+    scores = PATTERNS[pattern](2**20)
+    selected = topk_of(case_with_scores(scores, 128, lengths), 2048, device)
+    assert torch.equal(selected, reference.select_topk(scores.expand(2, -1), lengths, 2048))
 
 
 @settings(max_examples=40, deadline=None)
@@ -221,6 +230,14 @@ def test_peak_memory_within_the_workspace(device: str, rows: int, keys: int, hea
     case = random_case([(0, keys - rows + r) for r in range(rows)], heads)
     used = temporary_bytes(case, 2048, device, workspace_mib * MIB)
     assert 0 < used <= workspace_mib * MIB
+
+
+@pytest.mark.cuda
+def test_short_rows_need_no_scores() -> None:
+    """With at most topk keys a request nothing is scored, so nothing is kept."""
+    case = random_case([(0, 2048 - r) for r in range(64)], 64)
+    assert temporary_bytes(case, 2048, "cuda", 64 * MIB) == 0
+    assert torch.equal(topk_of(case, 2048, "cuda"), sorted_reference(case, 2048, "cuda"))
 
 
 def test_long_context_within_64_mib(device: str) -> None:

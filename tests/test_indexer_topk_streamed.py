@@ -35,8 +35,8 @@ def test_prescribed_scores(pattern: str) -> None:
     kinds = sorted(set(lengths))
     expected = reference.select_topk(scores.expand(len(kinds), -1), kinds, TOPK)
     assert torch.equal(selected.cpu(), expected[[kinds.index(length) for length in lengths]])
-    small = ops.indexer_topk_ragged_cp(*case.tensors, TOPK, 8 * MIB)  # row and key chunks
-    assert torch.equal(selected, small)
+    for workspace in (8 * MIB, 64 * MIB, 2**40):  # row and key chunks, two chunks of rows, one
+        assert torch.equal(ops.indexer_topk_ragged_cp(*case.tensors, TOPK, workspace), selected)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "f16"])
@@ -56,6 +56,22 @@ def test_ragged_batch(precision: str) -> None:
     assert torch.equal(permuted, selected[permutation])
     few = ops.indexer_topk_ragged_cp(*case.rows(some).tensors, TOPK, 0, precision)  # another way to the same
     assert torch.equal(few, selected[some])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "f16"])
+def test_same_bits_in_a_hundred_runs(precision: str) -> None:
+    case = random_case([(0, 17_000 + 3 * i) for i in range(ROWS)], heads=64).encoded_for_f16().to("cuda")
+    first = ops.indexer_topk_ragged_cp(*case.tensors, TOPK, 0, precision)
+    for _ in range(100):
+        assert torch.equal(ops.indexer_topk_ragged_cp(*case.tensors, TOPK, 0, precision), first)
+
+
+def test_neighbours_that_score_alike() -> None:
+    """Scores in runs longer than what is sampled at once: thresholds need wider margins."""
+    scores = torch.randn(KEYS // 100).repeat_interleave(100) + torch.randn(KEYS) / 8
+    lengths = torch.randint(5000, KEYS + 1, (ROWS,)).tolist()
+    selected = ops.indexer_topk_ragged_cp(*case_with_scores(scores, 64, lengths).to("cuda").tensors, TOPK, 0)
+    assert torch.equal(selected.cpu(), reference.select_topk(scores.expand(ROWS, -1), lengths, TOPK))
 
 
 def test_graph_with_changing_lengths() -> None:
