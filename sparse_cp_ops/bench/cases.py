@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from sparse_cp_ops import ops
 from sparse_cp_ops.bench import inputs, torch_versions
@@ -46,7 +47,7 @@ def sparse_mla(
         cache, kv = inputs.mla_cache(tokens, device)
         q = torch.randn(rows, heads, 576, device=device).bfloat16()
         indices = inputs.selected_positions(rows, tokens, topk, device, overlapping)
-        block_table, req_ids, _ = inputs.single_request(rows, tokens, device)
+        block_table, req_ids, _ = inputs.batch(1, rows, tokens, device)
         kv_lens = torch.full((rows,), tokens, dtype=torch.int32, device=device)
         slots = block_table[0].long()[indices.long() // 64] * 64 + indices.long() % 64
         if device.type == "cuda":
@@ -65,22 +66,33 @@ def sparse_mla(
     return build
 
 
+def index_queries(rows: int, heads: int, precision: str, device: torch.device) -> Tensor:
+    """uint8 [rows, heads, 128]; within the range of ``precision``."""
+    if precision == "fp32":
+        return inputs.e4m3((rows, heads, 128), device)
+    q = (torch.randn(rows, heads, 128, device=device) / 6).clamp(-0.875, 0.875)
+    return q.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
 def indexer(
-    rows: int, tokens: int, heads: int, op: str, precision: str = "fp32"
+    rows: int, tokens: int, heads: int, op: str, precision: str = "fp32", scores: str = "random"
 ) -> Callable[[torch.device, Peers], Work]:
-    """Scores alone, or scores and exact top-k 2048, of the last ``rows`` tokens of one request."""
+    """Scores alone, or scores and exact top-k 2048, of the last ``rows`` tokens of one request.
+
+    ``scores``: "random", or what is worst for a threshold: "equal", or "rising" and "falling" along the text.
+    """
 
     def build(device: torch.device, peers: Peers) -> Work:
         topk = 2048
         cache, keys, scales = inputs.indexer_cache(tokens, device)
-        q8 = inputs.e4m3((rows, heads, 128), device)
-        if precision == "f16":
-            q8 = (torch.randn(rows, heads, 128, device=device) / 6).clamp(-0.875, 0.875).to(torch.float8_e4m3fn)
-            q8 = q8.view(torch.uint8)
+        q8 = index_queries(rows, heads, precision, device)
         weights = torch.randn(rows, heads, device=device) / 100
-        block_table, req_ids, kv_lens = inputs.single_request(rows, tokens, device)
+        block_table, req_ids, kv_lens = inputs.batch(1, rows, tokens, device)
         arguments = (q8, weights, cache, block_table, req_ids, kv_lens)
         slots = (block_table[0].long().unsqueeze(1) * 64 + torch.arange(64, device=device)).flatten()
+        if scores != "random":
+            inputs.make_keys_alike(cache, slots, scores)
+            weights.abs_()
         pairs = float(kv_lens.sum(dtype=torch.int64))
         if device.type == "cuda":
             others = peers.indexer(q8, keys[slots], scales[slots], weights, kv_lens, topk)
@@ -99,6 +111,25 @@ def indexer(
             rows * heads * 132 + tokens * 132 + rows * topk * 4,
             2.0 * pairs * heads * 128,
             {name: runners for name, runners in others.items() if len(runners) == 2},
+        )
+
+    return build
+
+
+def indexer_decode(requests: int, tokens: int, precision: str = "fp32") -> Callable[[torch.device, Peers], Work]:
+    """Scores and exact top-k 2048 of two queries a request, ``tokens`` keys each, 64 heads."""
+
+    def build(device: torch.device, peers: Peers) -> Work:
+        topk, heads, rows = 2048, 64, 2 * requests
+        cache, _, _ = inputs.indexer_cache(requests * tokens, device)
+        q8 = index_queries(rows, heads, precision, device)
+        weights = torch.randn(rows, heads, device=device) / 100
+        block_table, req_ids, kv_lens = inputs.batch(requests, 2, tokens, device)
+        return Work(
+            lambda: ops.indexer_topk_ragged_cp(q8, weights, cache, block_table, req_ids, kv_lens, topk, 0, precision),
+            rows * heads * 132 + requests * tokens * 132 + rows * topk * 4,
+            2.0 * rows * tokens * heads * 128,
+            peers.indexer_decode(q8, cache, weights, block_table, kv_lens, topk),
         )
 
     return build
@@ -146,8 +177,13 @@ def indexer_cases(device_type: str) -> Iterator[Case]:
             shape = f"{rows} x {tokens // 1024}K, Hi=64, {precision}"
             yield Case(op, shape, indexer(rows, tokens, 64, op, precision), "fp8")
     yield Case(op, "4096 x 32K, Hi=32, fp32", indexer(4096, 32768, 32, op), "fp8")
-    for rows in (2, 16, 128):
-        yield Case(op, f"decode {rows} rows, 64K keys", indexer(rows, 65536, 64, op), "fp8", graph=True)
+    for scores in ("equal", "rising", "falling"):
+        shape = f"4096 x 32K, Hi=64, fp32, {scores} scores"
+        yield Case(op, shape, indexer(4096, 32768, 64, op, scores=scores), "fp8")
+    for precision in ("fp32", "f16"):
+        for requests in (1, 8, 64):
+            shape = f"decode {requests} x 2 rows, 64K keys, {precision}"
+            yield Case(op, shape, indexer_decode(requests, 65536, precision), "fp8", graph=True)
 
 
 def all_cases(device_type: str) -> Iterator[Case]:

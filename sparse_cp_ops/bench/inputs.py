@@ -30,6 +30,17 @@ def indexer_cache(tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Te
     return cache, keys, scales
 
 
+def make_keys_alike(cache: Tensor, slots: Tensor, scores: str) -> None:
+    """Give all keys the same values; in the order of ``slots`` [tokens], scores are "equal", "rising" or "falling"."""
+    tokens = len(slots)
+    cache[:, : PAGE_SIZE * 128] = cache[0, :128].repeat(PAGE_SIZE)
+    scales = torch.arange(1, tokens + 1, device=cache.device, dtype=torch.float32)
+    scales = {"equal": torch.ones_like(scales), "rising": scales, "falling": scales.flip(0)}[scores]
+    by_slot = torch.empty_like(scales)
+    by_slot[slots] = scales
+    cache[:, PAGE_SIZE * 128 :] = by_slot.view(-1, PAGE_SIZE).view(torch.uint8)
+
+
 def selected_positions(rows: int, tokens: int, topk: int, device: torch.device, overlapping: bool = False) -> Tensor:
     """int32 [rows, topk]: random positions a row, ascending; overlapping: 64 neighbours share 15 of 16 keys."""
     if not overlapping:
@@ -46,11 +57,14 @@ def selected_positions(rows: int, tokens: int, topk: int, device: torch.device, 
     return out
 
 
-def single_request(rows: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """block_table [1, pages], req_ids [rows] and the causal kv_lens [rows] of the last ``rows`` tokens."""
-    block_table = torch.randperm(tokens // PAGE_SIZE, device=device).int().unsqueeze(0)
-    req_ids = torch.zeros(rows, dtype=torch.int32, device=device)
-    kv_lens = (torch.arange(rows, device=device) + tokens - rows + 1).int()
+def batch(requests: int, rows: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Requests of ``tokens`` tokens each, pages in random order.
+
+    block_table [requests, pages], and of the last ``rows`` tokens of each: req_ids and causal kv_lens [requests*rows].
+    """
+    block_table = torch.randperm(requests * tokens // PAGE_SIZE, device=device).int().view(requests, -1)
+    req_ids = torch.arange(requests, dtype=torch.int32, device=device).repeat_interleave(rows)
+    kv_lens = (torch.arange(rows, device=device) + tokens - rows + 1).int().repeat(requests)
     return block_table, req_ids, kv_lens
 
 

@@ -112,6 +112,42 @@ class Peers:
             "DeepGEMM + FlashInfer deterministic top-k": [scores, lambda: select(True)],
         }
 
+    def indexer_decode(
+        self, q8: Tensor, cache: Tensor, weights: Tensor, block_table: Tensor, kv_lens: Tensor, topk: int
+    ) -> dict[str, Runners]:
+        """Paged scores of two queries a request, then top-k; the scores' schedule is made once, outside the time.
+
+        q8 [2B,Hi,128] u8, cache [pages,64*132] u8, weights [2B,Hi] f32, block_table [B,pages] i32, kv_lens [2B] i32.
+        """
+        if self.deep_gemm is None or self.flashinfer is None:
+            return {}
+        gemm, infer = self.deep_gemm, self.flashinfer
+        q = q8.view(torch.float8_e4m3fn).view(-1, 2, *q8.shape[1:])
+        pages, lengths = cache.view(cache.shape[0], 64, 1, 132), kv_lens.view(-1, 2)
+        longest = int(kv_lens.max())
+        processors = torch.cuda.get_device_properties(q8.device).multi_processor_count
+
+        def scores() -> Tensor:
+            return gemm.fp8_paged_mqa_logits(  # type: ignore[no-any-return]
+                q, pages, weights, lengths, block_table, schedule, longest, False
+            )
+
+        try:
+            schedule = gemm.get_paged_mqa_logits_metadata(lengths, 64, processors)
+            logits = scores().contiguous()  # rows are padded; the copy is left out of the peers' time
+        except (RuntimeError, TypeError) as error:  # releases differ in what they take
+            print(f"peer DeepGEMM paged: not used ({type(error).__name__}: {str(error)[:120]})", file=sys.stderr)
+            return {}
+        start = torch.zeros_like(kv_lens)
+
+        def select(deterministic: bool) -> object:
+            return infer.top_k_ragged_transform(logits, start, kv_lens, topk, deterministic=deterministic)
+
+        return {
+            "DeepGEMM paged + FlashInfer top-k": [scores, lambda: select(False)],
+            "DeepGEMM paged + FlashInfer deterministic top-k": [scores, lambda: select(True)],
+        }
+
 
 def find_peers() -> Peers:
     """Look the peers up once a process; what is missing is named on stderr."""
