@@ -14,7 +14,10 @@ def random_e4m3(shape: tuple[int, ...], generator: torch.Generator | None = None
 
 
 def random_scales(shape: tuple[int, ...], kind: str) -> Tensor:
-    """fp32 scales: 'ue8m0' powers of two, 'fp32' arbitrary, 'wild' with ratios up to 2^24, 'tiny' FLT_MIN."""
+    """fp32 scales: 'ue8m0' powers of two, 'fp32' arbitrary, 'wild' with ratios up to 2^24, 'tiny' FLT_MIN.
+
+    'static': one number for all, no power of two, as a fixed per-tensor scale has it.
+    """
     if kind == "ue8m0":
         return torch.exp2(torch.randint(-9, -5, shape).float())
     if kind == "fp32":
@@ -23,6 +26,8 @@ def random_scales(shape: tuple[int, ...], kind: str) -> Tensor:
         return torch.exp2(torch.rand(shape) * 24 - 30)
     if kind == "tiny":
         return torch.full(shape, torch.finfo(torch.float32).tiny)
+    if kind == "static":
+        return torch.full(shape, 0.0123)
     raise ValueError(kind)
 
 

@@ -20,7 +20,7 @@ def check(case: AttentionCase, device: str, scale: float = SCALE, **options: boo
 
 
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
-@pytest.mark.parametrize("scale_kind", ["ue8m0", "fp32", "wild", "tiny"])
+@pytest.mark.parametrize("scale_kind", ["ue8m0", "fp32", "wild", "tiny", "static"])
 def test_heads_and_scales(device: str, heads: int, scale_kind: str) -> None:
     rows = [(0, 100, 90), (1, 300, 128), (2, 70, 1), (-1, 0, 0), (1, 1, 1), (0, 50, 50)]
     check(random_case(rows, heads, scale_kind=scale_kind), device)

@@ -39,6 +39,13 @@ def test_long_lists(heads: int, scale_kind: str, batch_invariant: bool) -> None:
     assert_matches(slot_case(5, heads, 2048, 8192, scale_kind), 0.1352, batch_invariant)
 
 
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("scale_kind", ["ue8m0", "static", "fp32", "wild"])
+def test_many_rows_from_few_tokens(heads: int, scale_kind: str) -> None:
+    """Enough rows for the whole cache to be turned into 16-bit rows first on Hopper."""
+    assert_matches(slot_case(80, heads, 256, 1024, scale_kind), 0.1352)
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("scale", [0.01, 1.0])
 def test_flat_and_peaked_softmax(heads: int, scale: float) -> None:

@@ -9,8 +9,8 @@
 namespace sparse_cp_ops {
 namespace sm90 {
 
-// kUniform: every record has four equal factors, as with power-of-two scales of one size. The general case gives the
-// same bits for such records, at a lower speed.
+// kUniform: the four factors of every record are the same power of two, as with power-of-two scales. The general case
+// gives the same bits for such records, at a lower speed.
 
 // The running maximum moves only when a logit exceeds it by this much (log2 units), so most steps rescale nothing; f16
 // weights up to 2^8 are as exact as weights up to 1.

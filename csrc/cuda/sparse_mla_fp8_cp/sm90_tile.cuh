@@ -89,7 +89,10 @@ __device__ __forceinline__ RecordScales record_scales(const float4& scales) {
   return result;
 }
 
-__device__ __forceinline__ bool is_uniform(const float4& f) { return f.x == f.y && f.x == f.z && f.x == f.w; }
+// Whether all four factors are the same power of two: the exponent E alone then says what a record's values stand for.
+__device__ __forceinline__ bool is_uniform(const float4& f) {
+  return f.x == f.y && f.x == f.z && f.x == f.w && (__float_as_uint(f.x) & 0x007fffffu) == 0;
+}
 
 __device__ __forceinline__ uint4 convert_latent(uint2 bytes, uint32_t multiplier) {
   return make_uint4(e4m3x2_to_f16x2(bytes.x, false, multiplier), e4m3x2_to_f16x2(bytes.x, true, multiplier),
