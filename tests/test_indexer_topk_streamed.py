@@ -74,6 +74,22 @@ def test_neighbours_that_score_alike() -> None:
     assert torch.equal(selected.cpu(), reference.select_topk(scores.expand(ROWS, -1), lengths, TOPK))
 
 
+@pytest.mark.parametrize("longest", [2100, 4096, 4200, 9000])
+def test_wide_block_table_of_a_short_prompt(monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
+    """The sample may be all there is; the workspace holds random bytes, which every kernel must overwrite or ignore."""
+    case = random_case([(0, KEYS), *[(0, longest - i) for i in range(ROWS - 1)]], heads=8)
+    case.kv_lens[0] = longest
+    on_device = case.to("cuda")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    torch.cuda.empty_cache()
+    garbage = torch.randint(0, 256, (320 * MIB,), dtype=torch.uint8, device="cuda")
+    del garbage
+    selected = ops.indexer_topk_ragged_cp(*on_device.tensors, TOPK, 0).cpu()
+    some = [0, 1, 2, 500, ROWS - 1]
+    scores = ops.indexer_scores_ragged_cp(*case.rows(some).to("cuda").tensors, longest).cpu()
+    assert torch.equal(selected[some], reference.select_topk(scores, case.kv_lens[some].tolist(), TOPK))
+
+
 def test_graph_with_changing_lengths() -> None:
     case = random_case([(0, 19_000 + i) for i in range(ROWS)], heads=8).to("cuda")
     ops.indexer_topk_ragged_cp(*case.tensors, TOPK, 0)

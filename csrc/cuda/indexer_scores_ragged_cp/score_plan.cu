@@ -138,7 +138,7 @@ __global__ __launch_bounds__(kThreads) void plan_kernel(const __grid_constant__ 
   }
 
   // Which CTAs hold a row's part of the second pass.
-  if (!sampled || steps[1] == 0) return;
+  if (!sampled) return;
   const auto cta_of = [&](int step) {
     int cta = static_cast<int>(static_cast<int64_t>(step) * task.ctas / steps[1]);
     while (static_cast<int64_t>(steps[1]) * (cta + 1) / task.ctas <= step) ++cta;
