@@ -94,7 +94,9 @@ def indexer(
             inputs.make_keys_alike(cache, slots, scores)
             weights.abs_()
         pairs = float(kv_lens.sum(dtype=torch.int64))
-        if device.type == "cuda":
+        if scores != "random":  # the others' keys are the random ones
+            others: dict[str, Runners] = {}
+        elif device.type == "cuda":
             others = peers.indexer(q8, keys[slots], scales[slots], weights, kv_lens, topk)
         else:
             others = {"PyTorch": [lambda: torch_versions.scores(q8, weights, keys[slots], scales[slots])]}
