@@ -25,6 +25,11 @@ def _free_ports(count: int) -> list[int]:
         return [found.getsockname()[1] for found in sockets]
 
 
+def _state(pid: int) -> str:
+    """Letter of a process's state: T = stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
 class Cluster:
     """Both processes, on ports of their own; ``folder`` gets their logs."""
 
@@ -54,7 +59,7 @@ class Cluster:
             "metrics_port": self.metrics,
             # Milliseconds in which a read object can't be evicted; seconds until a silent owner is given up.
             "default_kv_lease_ttl": 100,
-            "client_ttl": 2,
+            "client_ttl": 6,
         }
         self._start("mooncake_master", arguments)
         self._await(f"http://{HOST}:{self.metrics}/health")
@@ -82,6 +87,9 @@ class Cluster:
         process.send_signal(what)
         if what == signal.SIGKILL:
             process.wait(DEADLINE)
+        end = time.monotonic() + DEADLINE
+        while what == signal.SIGSTOP and _state(process.pid) != "T" and time.monotonic() < end:
+            time.sleep(0.01)  # on a busy machine its threads run on for a moment
 
     def stop(self) -> None:
         for process in self.processes.values():

@@ -35,6 +35,7 @@ from sparse_cp_ops.cache_store import store as store_module
 WORKERS = 3
 DOCUMENTS, LENGTH = 60, 8  # prompts, and pages of each
 LAYERS = (True, False)
+MEMORY = 12  # slots: fewer than two documents need
 # No operation may take longer: a few timeouts of two seconds, on a busy machine.
 STUCK_SECONDS = 60.0
 MODEL = "stress"
@@ -44,7 +45,7 @@ def open_store(url: str, timeout: float = 2.0) -> CacheStore:
     cache = small_cache(LENGTH, layers=LAYERS)
     separator = "&" if "?" in url else "?"
     return CacheStore.open(
-        f"{url}{separator}memory={memory_for(cache, 12)}", cache, MODEL, timeout=timeout, patience=0.2
+        f"{url}{separator}memory={memory_for(cache, MEMORY)}", cache, MODEL, timeout=timeout, patience=0.2
     )
 
 
@@ -65,6 +66,9 @@ class Worker:
             keys = keys_of(self.store, LENGTH, self.random.randrange(DOCUMENTS))
             chosen = self.random.choices((self.put, self.read, self.match, self.reopen), (40, 50, 8, 2))[0]
             chosen(keys[: self.random.randint(1, LENGTH)])
+        # Every slot of the memory can be had: none is lost, and none is in use for ever.
+        self.store.writer([], [])
+        assert len(self.store.memory.take(MEMORY, STUCK_SECONDS / 2)) == MEMORY, "slots of the memory are lost"
         self.store.close()
         heartbeat.write_text(json.dumps(self.counts))
 

@@ -18,8 +18,8 @@ from sparse_cp_ops.cache_store.backend import StoreUrl, open_backend
 
 pytestmark = pytest.mark.mooncake
 
-# An owner that is silent for two seconds is given up, and a client retries every second: all of it three times over.
-RECOVERY = 20.0
+# An owner that is silent for six seconds is given up, and a client retries every second: all of it several times over.
+RECOVERY = 40.0
 
 
 @pytest.fixture(scope="module")
@@ -99,17 +99,20 @@ def test_damaged_objects_are_misses_and_are_replaced(cluster: Cluster, caplog: p
         each.close()
 
 
-def test_more_than_the_cluster_holds(cluster: Cluster) -> None:
-    """64 MB take some 1700 of these entries: old ones leave, or new ones are refused, and nothing is ever wrong."""
-    store = open_store(cluster, 64, "full", patience=5.0)
-    many = [keys_of(store, 8, seed) for seed in range(300)]
-    acknowledged = sum(len(store_pages(store, keys)) for keys in many)
-    assert acknowledged >= 1200
-    reading = open_store(cluster, 64, "full")
-    found = [read_back(reading, keys) for keys in many]
-    assert 500 < sum(found) < 1800
-    assert reading.stats.damaged == 0
-    stored_again(cluster, "full", 1)
+def test_more_than_the_cluster_holds(tmp_path: Path) -> None:
+    """16 MB take some 430 of these entries: old ones leave, or new ones are refused, and nothing is ever wrong."""
+    with running_cluster(tmp_path, "16 MB") as cluster:
+        store = open_store(cluster, 64, "full", patience=5.0)
+        many = [keys_of(store, 8, seed) for seed in range(100)]
+        acknowledged = sum(len(store_pages(store, keys)) for keys in many)
+        assert acknowledged >= 300
+        reading = open_store(cluster, 64, "full")
+        found = [read_back(reading, keys) for keys in many]
+        assert 50 < sum(found) < 450
+        assert reading.stats.damaged == 0
+        stored_again(cluster, "full", 1)
+        for each in (store, reading):
+            each.close()
 
 
 def test_a_stopped_master_holds_up_neither_look_ups_nor_the_process(own_cluster: Cluster) -> None:

@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -118,6 +119,7 @@ class CacheStore:
         self._timeout, self._patience = timeout, patience
         self._down_until = 0.0
         self._writing: set[bytes] = set()  # reserved by writers and not visible yet
+        self._given_up: deque[tuple[Any, Sequence[bytes], Sequence[int]]] = deque()
         self._unfinished = 0  # finished writers whose pages are not acknowledged yet
         self._closed = False
         # One for each direction: a read never waits for what is being stored.
@@ -217,6 +219,7 @@ class CacheStore:
         pages = self.cache.require_pages("CacheStore.writer", pages)
         if len(keys) != len(pages):
             raise ValueError(f"CacheStore.writer: pages: expected {len(keys)} as keys, got {len(pages)}")
+        self._take_back()
         with self.memory.lock:
             known = self._writing.union(key for key in keys if key in self.memory)
             self.memory.touch(keys)
@@ -314,15 +317,21 @@ class CacheStore:
         self._sender.submit(lambda: self._publish(writer.keys, writer.slots, writer.acknowledged, copied))
 
     def give_back(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Room of a writer that gave up, as soon as its copies have ended."""
-        with self.memory.lock:
-            self._writing.difference_update(keys)
-        self.memory.release_after(None if self._stream is None else self._stream.record_event(), slots)
+        """Room of a writer that gave up; the garbage collector may call this in the middle of any other method."""
+        self._given_up.append((None if self._stream is None else self._stream.record_event(), keys, slots))
 
     @property
     def closed(self) -> bool:
         """Whether the store takes no more calls."""
         return self._closed
+
+    def _take_back(self) -> None:
+        """Room of writers that gave up, as soon as their copies have ended."""
+        while self._given_up:
+            event, keys, slots = self._given_up.popleft()
+            with self.memory.lock:
+                self._writing.difference_update(keys)
+            self.memory.release_after(event, slots)
 
     # ---- storing ----
 
@@ -395,6 +404,7 @@ class CacheStore:
         """Slots that the backend has filled; the caller releases them."""
         if self._backend is None or self._is_down():
             return {}
+        self._take_back()
         slots = self.memory.take(len(keys), deadline - time.monotonic(), for_copies_only=True)
         wanted = list(zip(keys, slots, strict=False))
         filled = self._ask(
