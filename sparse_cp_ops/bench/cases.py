@@ -38,9 +38,9 @@ class Case:
 
 
 def sparse_mla(
-    rows: int, tokens: int, heads: int, overlapping: bool = False, precision: str = "high"
+    rows: int, tokens: int, heads: int, overlapping: bool = False, precision: str = "high", queries: int = 1
 ) -> Callable[[torch.device, Peers], Work]:
-    """Attention of ``rows`` queries over 2048 selected keys each."""
+    """Attention of ``rows`` queries over 2048 selected keys each; ``queries`` of them are one request's."""
 
     def build(device: torch.device, peers: Peers) -> Work:
         topk = min(2048, tokens)
@@ -51,7 +51,7 @@ def sparse_mla(
         kv_lens = torch.full((rows,), tokens, dtype=torch.int32, device=device)
         slots = block_table[0].long()[indices.long() // 64] * 64 + indices.long() % 64
         if device.type == "cuda":
-            others = peers.sparse_mla(q, cache, slots.int(), kv, SCALE_V32)
+            others = peers.sparse_mla(q, cache, slots.int(), kv, SCALE_V32, queries)
         else:
             others = {"PyTorch": [lambda: torch_versions.sparse_mla(q, cache, slots, SCALE_V32)]}
         return Work(
@@ -157,9 +157,12 @@ def attention_cases(device_type: str) -> Iterator[Case]:
     ]:
         yield Case(op, f"{rows} x {tokens // 1024}K, H={heads}", sparse_mla(rows, tokens, heads), "bf16")
     yield Case(op, "4096 x 32K, H=128, overlapping", sparse_mla(4096, 32768, 128, overlapping=True), "bf16")
-    for heads in (128, 64):
+    for heads in (128, 64, 32, 16, 8):
         for rows in (1, 4, 16, 64, 128, 256):
             yield Case(op, f"decode {rows} rows, H={heads}", sparse_mla(rows, 32768, heads), "bf16", graph=True)
+    for requests in (1, 4, 16, 64, 128, 256):
+        build = sparse_mla(2 * requests, 32768, 128, queries=2)
+        yield Case(op, f"decode {requests} x 2 rows, H=128", build, "bf16", graph=True)
 
 
 def indexer_cases(device_type: str) -> Iterator[Case]:

@@ -59,13 +59,20 @@ class Peers:
     deep_gemm: Any | None = None
     flashinfer: Any | None = None
 
-    def sparse_mla(self, q: Tensor, cache: Tensor, slots: Tensor, bf16_kv: Tensor, scale: float) -> dict[str, Runners]:
-        """q [L,H,576] bf16, cache [pages,page,656] u8, slots [L,K] i32 physical, bf16_kv [tokens,576]."""
+    def sparse_mla(
+        self, q: Tensor, cache: Tensor, slots: Tensor, bf16_kv: Tensor, scale: float, queries: int = 1
+    ) -> dict[str, Runners]:
+        """q [L,H,576] bf16, cache [pages,page,656] u8, slots [L,K] i32 physical, bf16_kv [tokens,576].
+
+        Rows are ``queries`` neighbours of a request each. Other kernels want 64 or 128 heads: fewer are padded.
+        """
+        if q.shape[1] < 64:
+            q = torch.nn.functional.pad(q, (0, 0, 0, 64 - q.shape[1]))
         rows, heads, _ = q.shape
-        if heads not in (64, 128):
-            return {}
-        q_decode, paged = q.view(rows, 1, heads, 576), cache.view(torch.float8_e4m3fn).unsqueeze(2)
-        decode_slots, kv = slots.unsqueeze(1), bf16_kv.unsqueeze(1)
+        requests = rows // queries
+        q_decode, paged = q.view(requests, queries, heads, 576), cache.view(torch.float8_e4m3fn).unsqueeze(2)
+        decode_slots, kv = slots.view(requests, queries, -1), bf16_kv.unsqueeze(1)
+        prefill_slots = slots.unsqueeze(1)
         if self.flash_mla is not None:
             ops, state = self.flash_mla, {"meta": None, "splits": None}
 
@@ -78,13 +85,13 @@ class Peers:
 
             return {
                 "FlashMLA bf16 prefill": [
-                    lambda: ops.sparse_prefill_fwd(q, kv, decode_slots, scale, 512, None, None, None)
+                    lambda: ops.sparse_prefill_fwd(q, kv, prefill_slots, scale, 512, None, None, None)
                 ],
                 "FlashMLA FP8": [fp8_kernel],
             }
         if self.flash_mla_package is not None:
             package = self.flash_mla_package
-            return {"FlashMLA bf16 prefill": [lambda: package.flash_mla_sparse_fwd(q, kv, decode_slots, scale)]}
+            return {"FlashMLA bf16 prefill": [lambda: package.flash_mla_sparse_fwd(q, kv, prefill_slots, scale)]}
         return {}
 
     def indexer(

@@ -24,6 +24,19 @@ __device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, u
                : "memory");
 }
 
+// The same by one lane of a converged warp in which all arguments are equal: the copy takes them from uniform
+// registers, and without this form the compiler loops over lanes, at several times the cost.
+__device__ __forceinline__ void bulk_copy_by_warp(uint32_t shared, const void* global, uint32_t bytes,
+                                                  uint32_t barrier) {
+  asm volatile(
+      "{\n.reg .pred chosen;\n"
+      "elect.sync _|chosen, 0xffffffff;\n"
+      "@chosen cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}" ::"r"(
+          shared),
+      "l"(global), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // The box of the tensor map at (x, y, z).
 __device__ __forceinline__ void bulk_copy_box(uint32_t shared, const CUtensorMap* map, int x, int y, int z,
                                               uint32_t barrier) {

@@ -38,6 +38,20 @@ __device__ __forceinline__ void named_barrier(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+// The same; tells every thread whether any of them said so.
+__device__ __forceinline__ bool named_barrier_or(int number, int threads, bool said) {
+  uint32_t any;
+  asm volatile(
+      "{\n.reg .pred said, any;\n"
+      "setp.ne.u32 said, %1, 0;\n"
+      "barrier.cta.red.or.pred any, %2, %3, said;\n"
+      "selp.u32 %0, 1, 0, any;\n}"
+      : "=r"(any)
+      : "r"(static_cast<uint32_t>(said)), "r"(number), "r"(threads)
+      : "memory");
+  return any;
+}
+
 // Orders this thread's ordinary accesses to shared memory before what wgmma or the copy engine does there later.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -55,6 +69,20 @@ __device__ __forceinline__ void lower_registers() {
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                "r"(c), "r"(d)
+               : "memory");
+}
+
+// Each 8x8 matrix transposed on the way: row r in memory is column r of the fragment.
+__device__ __forceinline__ void stmatrix_x4_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
+                                                       uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
+// Two of them, addresses in lanes 0 to 15.
+__device__ __forceinline__ void stmatrix_x2_transposed(uint32_t address, uint32_t a, uint32_t b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b)
                : "memory");
 }
 

@@ -47,6 +47,15 @@ void launch_sm90(const SparseMlaParams& p, const KeySplit& split, const Workspac
 void launch_sm90_direct(const SparseMlaParams& p, const KeySplit& split, const DeviceArch& arch, int32_t device_index,
                         cudaStream_t stream);
 
+// The Hopper kernel for few heads: 8, 16 or 32 a block, which divide p.heads. The split's parts, at most 8, are the
+// blocks of a cluster and join in the launch: no partial states.
+void launch_few_heads_8(const SparseMlaParams& p, const KeySplit& split, const DeviceArch& arch, int32_t device_index,
+                        cudaStream_t stream);
+void launch_few_heads_16(const SparseMlaParams& p, const KeySplit& split, const DeviceArch& arch, int32_t device_index,
+                         cudaStream_t stream);
+void launch_few_heads_32(const SparseMlaParams& p, const KeySplit& split, const DeviceArch& arch, int32_t device_index,
+                         cudaStream_t stream);
+
 void merge_parts(const SparseMlaParams& p, const KeySplit& split, cudaStream_t stream);
 
 }  // namespace sparse_cp_ops

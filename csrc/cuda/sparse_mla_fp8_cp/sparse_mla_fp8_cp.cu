@@ -12,7 +12,8 @@ namespace {
 
 // Fewer list entries in a part than this don't pay for the merge.
 constexpr int64_t kMinPartWidth = 128;
-constexpr int kSm90Heads = 64;  // of a block of the Hopper kernel
+constexpr int64_t kSm90Heads = 64;  // of a block of the Hopper kernel
+constexpr int64_t kFewHeads = 32;   // of one of the kernel for few heads, at most
 
 // As many parts as fill the device once; one part, whatever the number of rows, for batch-invariant results.
 KeySplit choose_split(const SparseMlaParams& p, int64_t blocks_per_part, int64_t capacity) {
@@ -27,11 +28,42 @@ KeySplit choose_split(const SparseMlaParams& p, int64_t blocks_per_part, int64_t
   return split;
 }
 
-// The Hopper kernel takes 64 heads a block. Few rows with a split list are faster on the portable kernel, up to 16 rows
-// of 128 heads (71 us against 93; 64 rows of 64 heads: 124 against 87); batch-invariant rows always take the same
-// kernel.
-bool hopper_pays(const SparseMlaParams& p) {
-  return p.heads >= kSm90Heads && (p.batch_invariant || p.rows * (p.heads / kSm90Heads) > 32);
+// What a device of compute capability 9.0 runs, by shape alone:
+//   heads      rows, lists                                             kernel
+//   8, 16, 32  all                                                     few heads, parts in a cluster
+//   64, 128    lists may be split, and all groups of 32 heads find a   few heads, in groups of 8, 16 or 32
+//              multiprocessor of their own
+//   64, 128    others                                                  64 heads a block, keys from a workspace or
+//   direct
+// A batch-invariant call takes the first or the third line whatever its rows, and both sources of keys give equal bits.
+bool few_heads_pay(const SparseMlaParams& p, const DeviceArch& arch) {
+  return p.heads <= kFewHeads || (!p.batch_invariant && p.rows * (p.heads / kFewHeads) <= arch.multiprocessors);
+}
+
+struct FewHeadsChoice {
+  int64_t heads;  // of a block
+  KeySplit split;
+};
+
+// As many parts as fill the device once, and smaller head groups where that is still not enough. Both change bits, so
+// batch-invariant rows have one part and all heads.
+FewHeadsChoice choose_few_heads(const SparseMlaParams& p, const DeviceArch& arch) {
+  // Clusters leave multiprocessors over: of 132, those of 8 use 120. 16 clusters of 7 don't run at the same time
+  // either.
+  constexpr int64_t kClusterSizes[] = {8, 4, 3, 2};
+  const int64_t capacity = static_cast<int64_t>(arch.multiprocessors) * 10 / 11, steps = p.topk / kIndexListMultiple;
+  FewHeadsChoice choice{std::min<int64_t>(p.heads, kFewHeads), {}};
+  choice.split.width = p.topk;
+  if (p.batch_invariant || steps <= 1) return choice;
+  auto blocks = [&](int64_t parts) { return p.rows * (p.heads / choice.heads) * std::min(parts, steps); };
+  while (choice.heads > 8 && 2 * blocks(kClusterSizes[0]) <= capacity) choice.heads /= 2;
+  for (int64_t parts : kClusterSizes) {
+    if (parts > steps || blocks(parts) > capacity) continue;
+    choice.split.width = (steps + parts - 1) / parts * kIndexListMultiple;
+    choice.split.parts = (p.topk + choice.split.width - 1) / choice.split.width;
+    break;
+  }
+  return choice;
 }
 
 // Whether to turn the whole cache into 16-bit rows first. A token costs about as much as four keys of 64 heads gain.
@@ -70,7 +102,15 @@ std::tuple<Tensor, Tensor> sparse_mla_fp8_cp(const Tensor& q, const Tensor& kv_c
   if (value_checks_possible(stream)) check_values(p, indices, block_table, req_ids, kv_lens);
 
   const DeviceArch& arch = device_arch(device_index);
-  const bool hopper = arch.kernels == KernelSet::kSm90 && hopper_pays(p);
+  const bool hopper = arch.kernels == KernelSet::kSm90;
+  if (hopper && few_heads_pay(p, arch)) {
+    const FewHeadsChoice choice = choose_few_heads(p, arch);
+    const auto launch = choice.heads == 8    ? launch_few_heads_8
+                        : choice.heads == 16 ? launch_few_heads_16
+                                             : launch_few_heads_32;
+    launch(p, choice.split, arch, device_index, stream);
+    return {call.out, call.lse};
+  }
   const PortableTile tile = hopper ? PortableTile{kSm90Heads, 1} : portable_tile(arch, p.heads);
   KeySplit split = choose_split(p, p.rows * ((p.heads + tile.heads - 1) / tile.heads),
                                 static_cast<int64_t>(arch.multiprocessors) * tile.blocks_per_sm);

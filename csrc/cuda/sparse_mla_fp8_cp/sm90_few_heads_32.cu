@@ -1,0 +1,11 @@
+// The Hopper kernel for few heads with 32 heads a block.
+#include "sm90_few_heads_kernel.cuh"
+
+namespace sparse_cp_ops {
+
+void launch_few_heads_32(const SparseMlaParams& p, const KeySplit& split, const DeviceArch& arch, int32_t device_index,
+                         cudaStream_t stream) {
+  few_heads::launch<few_heads::Shape<32, 2>>(p, split, arch, device_index, stream);
+}
+
+}  // namespace sparse_cp_ops
