@@ -2,7 +2,7 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(sparse_cp_ops, m) {
-  m.def("rope_(Tensor(a!) x, Tensor positions, Tensor cos_sin_cache, bool interleaved) -> ()");
+  m.def("rope_(Tensor(a!) x, Tensor positions, Tensor cos_sin_cache, bool interleaved, Tensor? source=None) -> ()");
   m.def(
       "quant_q_k_cp(Tensor q, Tensor k, Tensor weights, Tensor positions, Tensor cos_sin_cache, "
       "Tensor(a!) k_records, bool interleaved, bool hadamard, float weight_scale, str scale_format, "

@@ -24,7 +24,7 @@ def rows(count: int, device: str) -> dict[str, torch.Tensor]:
 def sample(name: str, device: str, count: int = 10) -> tuple[Any, ...]:
     """Positional arguments of op ``name`` with ``count`` rows; fresh tensors at every call."""
     make: dict[str, Callable[[], tuple[Any, ...]]] = {
-        "rope_": lambda: (bf16(count, 3, 64), row["positions"], cos_sin, True),
+        "rope_": lambda: (bf16(count, 3, 64), row["positions"], cos_sin, True, bf16(count, 3, 64)),
         "quant_q_k_cp": lambda: (
             bf16(count, 8, 128), bf16(count, 128), torch.randn(count, 8, device=device), row["positions"], cos_sin,
             empty_u8(count, 132), False, True, 0.03, "ue8m0",

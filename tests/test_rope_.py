@@ -30,6 +30,12 @@ def check(device: str, x: Tensor, positions: Tensor, table: Tensor, interleaved:
     # Nothing but the view was written.
     before.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(actual)
     assert_same_bytes(storage, before, "memory around the view")
+    # The same from a source that stays as it is, into a view with other strides.
+    target = torch.empty(*x.shape[:-1], x.shape[-1] + 8, dtype=x.dtype, device=device)[..., 8:]
+    source = everything.clone().to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+    ops.rope_(target, positions.to(device), table.to(device), interleaved, source)
+    assert_same_bytes(target, expected)
+    assert_same_bytes(source, x)
 
 
 @LAYOUTS
@@ -150,6 +156,17 @@ def test_arguments_are_named_in_errors(device: str) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             ops.rope_(bad_x, bad_positions, bad_table, True)
+    with pytest.raises(TypeError, match=r"rope_: source: expected a torch\.Tensor, got int"):
+        ops.rope_(x, positions, table, True, 1)  # type: ignore[arg-type]
+    for source, message in [
+        (x[:, 0], "source: expected 3 dimensions as x, got 2"),
+        (x.bfloat16(), "source: expected dtype float32 as x, got bfloat16"),
+        (x[:, :2], r"source: expected shape \[4, 3, 64\], got \[4, 2, 64\]"),
+        (x.new_ones(4, 3, 128)[..., ::2], "source: expected a contiguous last dimension, got stride 2"),
+        (x, "x: expected memory of its own because it is written, got memory that overlaps source"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ops.rope_(x, positions, table, True, source)
     with pytest.raises(RuntimeError, match="rope_ is inference only, but x requires grad"):
         ops.rope_(x.clone().requires_grad_(), positions, table, True)
 
@@ -171,6 +188,7 @@ def test_value_checks_name_row_position_and_value(device: str, monkeypatch: pyte
 def test_opcheck(device: str, shape: tuple[int, ...], interleaved: bool) -> None:
     args = (torch.randn(shape, device=device), random_positions(5).to(device), rope_table().to(device), interleaved)
     torch.library.opcheck(torch.ops.sparse_cp_ops.rope_.default, args)
+    torch.library.opcheck(torch.ops.sparse_cp_ops.rope_.default, (*args, torch.randn(shape, device=device)))
 
 
 def test_compiles_once_for_all_lengths(device: str) -> None:

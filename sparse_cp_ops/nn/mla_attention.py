@@ -289,8 +289,7 @@ class MlaAttention(nn.Module):
         w_kc = self._kv_b_heads(heads)[:, : config.qk_nope_head_dim]
         _bmm_into(absorbed.transpose(0, 1), q_nope.transpose(0, 1), w_kc)
         if config.quantise:
-            rope_part.copy_(q_pe)
-            ops.rope_(rope_part, positions, self.cos_sin_cache, interleaved=True)
+            ops.rope_(rope_part, positions, self.cos_sin_cache, interleaved=True, source=q_pe.to(dtype))
         else:
             rope_part.copy_(unquantised.rotate(q_pe, positions, self.cos_sin_cache, interleaved=True))
         return buffer

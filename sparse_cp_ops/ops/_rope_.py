@@ -2,11 +2,11 @@ import torch
 from torch import Tensor
 
 from sparse_cp_ops.ops._fake import register_fake
-from sparse_cp_ops.ops._types import require_bools, require_tensors
+from sparse_cp_ops.ops._types import require_bools, require_optional_tensors, require_tensors
 
 
-def rope_(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool) -> None:
-    """Rotate ``x`` in place: the one RoPE of the package (https://arxiv.org/abs/2104.09864).
+def rope_(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool, source: Tensor | None = None) -> None:
+    """Rotate ``x`` in place, or ``source`` into ``x``: the one RoPE of the package (https://arxiv.org/abs/2104.09864).
 
     Pair i of a row at position p becomes ``(a cos - b sin, b cos + a sin)`` with frequency i of the table, computed in
     fp32 and rounded once. Pairs are (2i, 2i+1) when ``interleaved``, else (i, i + d/2); the layout stays as it was.
@@ -17,6 +17,7 @@ def rope_(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool
         positions: [n] int32, contiguous.
         cos_sin_cache: [max_positions, d] float32, contiguous: d/2 cosines, then d/2 sines; d even.
         interleaved: which elements form a pair.
+        source: what is rotated instead of ``x``: shape and dtype of x, last dimension contiguous, memory of its own.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -26,9 +27,10 @@ def rope_(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool
     """
     require_tensors("rope_", x=x, positions=positions, cos_sin_cache=cos_sin_cache)
     require_bools("rope_", interleaved=interleaved)
-    torch.ops.sparse_cp_ops.rope_.default(x, positions, cos_sin_cache, interleaved)
+    require_optional_tensors("rope_", source=source)
+    torch.ops.sparse_cp_ops.rope_.default(x, positions, cos_sin_cache, interleaved, source)
 
 
 @register_fake("rope_")
-def _fake(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool) -> None:
+def _fake(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool, source: Tensor | None = None) -> None:
     return None

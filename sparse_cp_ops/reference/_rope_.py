@@ -24,6 +24,6 @@ def with_device_nan(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), torch.full_like(x, 0, dtype=bits).fill_(pattern).view(x.dtype), x)
 
 
-def rope_(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool) -> None:
+def rope_(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool, source: Tensor | None = None) -> None:
     """See :func:`sparse_cp_ops.ops.rope_`."""
-    x.copy_(with_device_nan(rotate(x, positions, cos_sin_cache, interleaved).to(x.dtype)))
+    x.copy_(with_device_nan(rotate(x if source is None else source, positions, cos_sin_cache, interleaved).to(x.dtype)))

@@ -61,13 +61,15 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(RopeParams p, RopeGrid g
   const int64_t half = p.table.dim / 2;
   const uint32_t first_head = item.head_group * kHeads;
   T* x = static_cast<T*>(p.x) + item.row * p.row_stride + first_head * p.head_stride + item.piece * 8;
+  const T* source = static_cast<const T*>(p.source) + item.row * p.source_row_stride +
+                    first_head * p.source_head_stride + item.piece * 8;
 
   float v[kHeads][kParts][8];
 #pragma unroll
   for (int h = 0; h < kHeads; ++h)
     if (first_head + h < p.heads)
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) load8(x + h * p.head_stride + part * half, v[h][part]);
+      for (int part = 0; part < kParts; ++part) load8(source + h * p.source_head_stride + part * half, v[h][part]);
   float cosines[kPairs], sines[kPairs];
   const float* cos_sin = cos_sin_row(p.table, item.row);
 #pragma unroll
@@ -106,7 +108,8 @@ __global__ void __launch_bounds__(kThreads) rope_pairs_kernel(RopeParams p, Rope
     const int64_t head = static_cast<int64_t>(item.head_group) * kHeadsPerThread + h;
     if (head >= p.heads) return;
     T* x = static_cast<T*>(p.x) + item.row * p.row_stride + head * p.head_stride;
-    float a = load(x + first), b = load(x + second);
+    const T* source = static_cast<const T*>(p.source) + item.row * p.source_row_stride + head * p.source_head_stride;
+    float a = load(source + first), b = load(source + second);
     rotate(a, b, cosine, sine);
     store(x + first, a);
     store(x + second, b);
@@ -119,17 +122,19 @@ auto choose_kernel(bool vectors, bool interleaved) {
   return interleaved ? rope_kernel<T, true> : rope_kernel<T, false>;
 }
 
-void rope_(Tensor x, const Tensor& positions, const Tensor& cos_sin_cache, bool interleaved) {
+void rope_(Tensor x, const Tensor& positions, const Tensor& cos_sin_cache, bool interleaved,
+           std::optional<Tensor> source) {
   const int32_t device = x.get_device_index();
   torch::stable::accelerator::DeviceGuard guard(device);
-  const RopeParams p = prepare_rope_(x, positions, cos_sin_cache, interleaved);
+  const RopeParams p = prepare_rope_(x, positions, cos_sin_cache, interleaved, source);
   cudaStream_t stream = current_stream(device);
   if (value_checks_possible(stream)) check_rope_positions(positions, cos_sin_cache);
   if (p.rows == 0 || p.heads == 0 || p.table.dim == 0) return;
 
   const int64_t piece = interleaved ? 8 : 16;  // values
-  const bool vectors =
-      has_vector_rows(x, p.is_bf16 ? 2 : 4) && has_vector_rows(cos_sin_cache, 4) && p.table.dim % piece == 0;
+  const bool vectors = has_vector_rows(x, p.is_bf16 ? 2 : 4) &&
+                       (!source || has_vector_rows(*source, p.is_bf16 ? 2 : 4)) && has_vector_rows(cos_sin_cache, 4) &&
+                       p.table.dim % piece == 0;
   RopeGrid grid;
   const int64_t pieces = p.table.dim / (vectors ? piece : 2);
   const int64_t heads = vectors && !interleaved ? kHeadsPerThreadOfHalves : kHeadsPerThread;
