@@ -141,8 +141,9 @@ class CpPlan:
 
         num_requests = sizes["max_requests"]
         has_capacity = any(capacity is not None for capacity in capacities.values())
-        # Never inference tensors: copy_ outside of inference mode could not refill those.
-        with torch.inference_mode(False), torch.no_grad():
+        # Never inference tensors: copy_ outside of inference mode could not refill those. Below autograd, whose kernel
+        # of our ops is Python and costs more than the launch.
+        with torch.inference_mode(False), torch._C._AutoDispatchBelowAutograd():
             request_table = _request_table(new, prefix, num_requests, device)
             rows = expand_cp_plan(request_table, cp_rank, cp_size, split, sizes["local_rows"], sizes["total_tokens"])
             if has_capacity and block_table is not None:
@@ -165,6 +166,15 @@ class CpPlan:
             has_capacity=has_capacity,
             use_cp=cp_size > 1,
         )
+
+    def decide(
+        self, generation: int, lease: PlanLease, is_prefill: bool, use_cp: bool, head_mode: str, method: int
+    ) -> None:
+        """Set what ``prepare`` decides, once, on a plan that nobody else has yet: a copy of it would cost 10 us."""
+        decided = (generation, lease, is_prefill, use_cp, head_mode, method)
+        names = ("generation", "lease", "is_prefill", "use_cp", "head_mode", "method")
+        for name, value in zip(names, decided, strict=True):
+            object.__setattr__(self, name, value)
 
     def copy_(self, new: "CpPlan") -> "CpPlan":
         """Refill the buffers of a plan built with capacities from the plan of another batch, on the current stream.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 
@@ -98,15 +97,8 @@ class ForwardPlanner:
         if self._lease is not None:
             self._lease.current = False
         self._lease = PlanLease(self.planner_id)
-        return dataclasses.replace(
-            plan,
-            generation=next(_generations),
-            lease=self._lease,
-            is_prefill=inputs.is_prefill,
-            use_cp=use_cp,
-            head_mode=head_mode,
-            method=int(cp.method),
-        )
+        plan.decide(next(_generations), self._lease, inputs.is_prefill, use_cp, head_mode, int(cp.method))
+        return plan
 
     def _build(
         self, inputs: AttentionInputs, use_cp: bool, split_rows: bool, capacities: tuple[int | None, ...]

@@ -13,7 +13,7 @@ from sparse_cp_ops.bench.layer.ranks import simulated_communication as simulated
 from sparse_cp_ops.bench.timing import measure
 from sparse_cp_ops.nn import AttentionInputs, MlaAttention, PagedKvCache, get_mla_impl
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BATCHES = (1, 4, 16, 64, 128, 256)
 SIZES = (2, 4, 8)
 KEYS = 32768
 MODES = ("head_slice", "batch_slice")

@@ -111,7 +111,7 @@ def _host(part: dict[str, Any]) -> list[str]:
             ("host time of the next step: prepare, `copy_`, replay", f"{part['refill_and_replay_host_us']:.0f} us"),
             ("replays with other lengths, largest difference to eager", f"{part['graph_difference']:.2g}"),
         ]
-    intro = f"{part['requests']} decoding requests of {part['keys']} keys; medians of five calls in a row."
+    intro = f"{part['requests']} decoding requests of {part['keys']} keys; lowest deciles of five calls in a row."
     return [intro, "", *_table(["", ""], rows)]
 
 
@@ -236,8 +236,8 @@ def _end_to_end(part: dict[str, Any]) -> list[str]:
         "",
         f"Logits after chunks, prefix hit and {part['steps']} teacher-forced steps against one forward over "
         f"everything: relative difference {part['relative_difference']:.2e}, largest of a step "
-        f"{part['largest_step_difference']:.2e}, bound {part['bound']:.2e}; the same first "
-        f"token in {100 * part['same_first_token']:.0f} % of the steps.",
+        f"{part['largest_step_difference']:.2e}, bound {part['bound']:.2e}; "
+        f"{part['rows_with_other_experts']} rows, not in these figures, went to other experts. The same first token in {100 * part['same_first_token']:.0f} % of the steps.",
     ]
     if "does_not_fit" in theirs:
         lines += ["", f"transformers' eager attention did not fit: {theirs['does_not_fit']}"]
