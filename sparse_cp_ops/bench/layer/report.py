@@ -236,8 +236,9 @@ def _end_to_end(part: dict[str, Any]) -> list[str]:
         "",
         f"Logits after chunks, prefix hit and {part['steps']} teacher-forced steps against one forward over "
         f"everything: relative difference {part['relative_difference']:.2e}, largest of a step "
-        f"{part['largest_step_difference']:.2e}, bound {part['bound']:.2e}; "
-        f"{part['rows_with_other_experts']} rows, not in these figures, went to other experts. The same first token in {100 * part['same_first_token']:.0f} % of the steps.",
+        f"{part['largest_step_difference']:.2e}, bound {part['bound']:.2e}; {part['rows_with_other_experts']} rows, not "
+        f"in these figures, went to other experts. The same first token in {100 * part['same_first_token']:.0f} % of "
+        "the steps.",
     ]
     if "does_not_fit" in theirs:
         lines += ["", f"transformers' eager attention did not fit: {theirs['does_not_fit']}"]
