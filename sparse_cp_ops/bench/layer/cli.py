@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="time spent on each measurement (default 0.5)")
     parser.add_argument("--tiny", action="store_true", help="small dimensions and lengths: a rehearsal, for any device")
     parser.add_argument("--json", type=Path, required=True, help="results; parts that are in the file already are kept")
+    parser.add_argument("--note", default="", help="a sentence about the conditions, shown with the parts measured now")
     parser.add_argument("--markdown", type=Path, help="write the tables of the whole JSON file here")
     parser.add_argument("--pictures", type=Path, help="folder for the pictures (PNG) of the whole JSON file")
     parser.add_argument("--report-only", action="store_true", help="measure nothing: only write what --json holds")
@@ -69,4 +70,10 @@ def _measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.empty_cache()
     seconds = time.perf_counter() - start
     print(f"{name}: {seconds:.1f} s", file=sys.stderr, flush=True)
-    return {"conditions": conditions(device), "tiny": arguments.tiny, "seconds": round(seconds, 1), **result}
+    return {
+        "conditions": conditions(device),
+        "tiny": arguments.tiny,
+        "note": arguments.note,
+        "seconds": round(seconds, 1),
+        **result,
+    }

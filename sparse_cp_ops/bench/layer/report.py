@@ -27,10 +27,8 @@ def markdown(results: dict[str, Any]) -> str:
             sections.append(NOT_MEASURED.capitalize() + ".")
             continue
         facts = {k: v for k, v in part["conditions"].items() if k in ("device", "torch", "date")}
-        sections += [
-            ", ".join(facts.values()) + (" (rehearsal with tiny dimensions)" if part["tiny"] else "") + ".",
-            "",
-        ]
+        rehearsal = " (rehearsal with tiny dimensions)" if part["tiny"] else ""
+        sections += [f"{', '.join(facts.values())}{rehearsal}. {part['note']}".rstrip(), ""]
         sections += body(part)
     return "\n".join(sections) + "\n"
 
@@ -181,8 +179,8 @@ def _memory(part: dict[str, Any]) -> list[str]:
     ]
     return [
         f"{part['rows']} local rows, {part['ranks']} ranks: {part['peak_bytes'] / 2**30:.2f} GiB at the peak, beside "
-        "weights, cache and hidden states. Every allocation of at least 1 MiB that is alive then, by the line that "
-        "made it (the allocator's history):",
+        "weights, cache, hidden states and the registered gather buffer. "
+        "Every allocation of at least 1 MiB that is alive then, by the line that made it (the allocator's history):",
         "",
         *_table(["MiB", "where", "line"], rows),
     ]
@@ -227,6 +225,12 @@ def _end_to_end(part: dict[str, Any]) -> list[str]:
         (f"{part['steps']} decode steps, tokens/s", rate(ours, "decode"), rate(theirs, "decode")),
         ("peak memory beside weights and our cache, GiB", gib(part["ours_bytes"]), gib(theirs.get("bytes"))),
     ]
+    other = part.get("rows_with_other_experts")
+    apart = (
+        "rows that went to other experts, which the bound does not cover, are among them"
+        if other is None
+        else f"{other} rows, not in these figures, went to other experts"
+    )
     lines = [
         f"Two layers (one dense, one with 8 experts), {part['tokens']} bytes of text as tokens, chunks of "
         f"{part['chunk']} (transformers: {theirs['chunk']}); the second prompt hits {part['prefix_hit']} cached "
@@ -236,9 +240,8 @@ def _end_to_end(part: dict[str, Any]) -> list[str]:
         "",
         f"Logits after chunks, prefix hit and {part['steps']} teacher-forced steps against one forward over "
         f"everything: relative difference {part['relative_difference']:.2e}, largest of a step "
-        f"{part['largest_step_difference']:.2e}, bound {part['bound']:.2e}; {part['rows_with_other_experts']} rows, not "
-        f"in these figures, went to other experts. The same first token in {100 * part['same_first_token']:.0f} % of "
-        "the steps.",
+        f"{part['largest_step_difference']:.2e}, bound {part['bound']:.2e}; {apart}. The same first token in "
+        f"{100 * part['same_first_token']:.0f} % of the steps.",
     ]
     if "does_not_fit" in theirs:
         lines += ["", f"transformers' eager attention did not fit: {theirs['does_not_fit']}"]
