@@ -61,7 +61,7 @@ def _measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     from sparse_cp_ops.bench.report import conditions
 
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    config, scale = (TINY, 64) if arguments.tiny else (V32, 1)
+    config, scale = (TINY, 128) if arguments.tiny else (V32, 1)
     part: Callable[[Bench], dict[str, Any]] = importlib.import_module(f"sparse_cp_ops.bench.layer.{name}").run
     start = time.perf_counter()
     result = part(Bench(device, config, scale, arguments.seconds))

@@ -58,7 +58,7 @@ TINY = MlaConfig(
 class Bench:
     """What every part of the benchmark needs to know: where, which dimensions, how long.
 
-    ``scale`` divides token counts: 1 on a GPU, 64 in a rehearsal with :data:`TINY`.
+    ``scale`` divides token counts: 1 on a GPU, 128 in a rehearsal with :data:`TINY`.
     """
 
     device: torch.device
