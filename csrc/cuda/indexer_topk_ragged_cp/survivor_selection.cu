@@ -45,8 +45,15 @@ __device__ __forceinline__ void copy_survivors(const Survivor* from, int count, 
   for (int first = lane; 2 * first < count; first += kBatch * lanes) {
     uint4 batch[kBatch];
 #pragma unroll
-    for (int v = 0; v < kBatch; ++v)
-      if (2 * (first + v * lanes) < count) batch[v] = pairs[first + v * lanes];
+    for (int v = 0; v < kBatch; ++v) {
+      const int i = first + v * lanes;
+      if (2 * i + 1 < count) {
+        batch[v] = pairs[i];
+      } else if (2 * i < count) {  // the last one alone
+        const uint2 last = *reinterpret_cast<const uint2*>(pairs + i);
+        batch[v] = make_uint4(last.x, last.y, 0, 0);
+      }
+    }
 #pragma unroll
     for (int v = 0; v < kBatch; ++v) {
       const int i = 2 * (first + v * lanes);

@@ -62,8 +62,15 @@ __global__ __launch_bounds__(THREADS, 1024 / THREADS) void threshold_kernel(cons
   uint32_t ranks[kElements];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    const int column = (v * THREADS + threadIdx.x) * 4;  // rows are whole vectors, so reading behind the end is safe
-    const float4 four = column < columns ? *reinterpret_cast<const float4*>(scores + column) : make_float4(0, 0, 0, 0);
+    const int column = (v * THREADS + threadIdx.x) * 4;
+    float4 four = make_float4(0, 0, 0, 0);
+    if (column + 4 <= columns) {
+      four = *reinterpret_cast<const float4*>(scores + column);
+    } else if (column < columns) {  // nobody wrote what is behind the row's last key
+      four.x = scores[column];
+      if (column + 1 < columns) four.y = scores[column + 1];
+      if (column + 2 < columns) four.z = scores[column + 2];
+    }
     ranks[4 * v] = column < columns ? rank_of_score(four.x) : kNoRank;
     ranks[4 * v + 1] = column + 1 < columns ? rank_of_score(four.y) : kNoRank;
     ranks[4 * v + 2] = column + 2 < columns ? rank_of_score(four.z) : kNoRank;
