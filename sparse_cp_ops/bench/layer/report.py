@@ -227,7 +227,7 @@ def _end_to_end(part: dict[str, Any]) -> list[str]:
     ]
     other = part.get("rows_with_other_experts")
     apart = (
-        "rows that went to other experts, which the bound does not cover, are among them"
+        "rows that went to other experts, if any, are among them, and the bound does not cover those"
         if other is None
         else f"{other} rows, not in these figures, went to other experts"
     )
