@@ -71,6 +71,17 @@ def test_nan_stays_in_its_row_and_head_across_parts() -> None:
 
 
 @pytest.mark.parametrize("heads", [8, 16, 32])
+@pytest.mark.parametrize("start", [0, 3, 8])
+def test_strided_queries(heads: int, start: int) -> None:
+    """Rows that are not 16-byte aligned are read value by value."""
+    _, cache, indices, *_ = slot_case(9, heads, 128)
+    wide = torch.randn(9, heads + 6, 700, device="cuda").bfloat16()
+    view = wide[:, 3 : 3 + heads, start : start + 576]
+    for batch_invariant in (True, False):
+        assert_matches((view, cache, indices, None, None, None), SCALE, batch_invariant)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32])
 def test_bits_do_not_depend_on_the_batch(heads: int) -> None:
     q, cache, indices, *_ = slot_case(300, heads, 512, scale_kind="fp32")
     out, lse = ops.sparse_mla_fp8_cp(q, cache, indices, None, None, None, SCALE)
