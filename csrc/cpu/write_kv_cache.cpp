@@ -28,7 +28,7 @@ const uint8_t* record_at(const RecordRows& records, int64_t row) {
 
 void write_rows(const WriteKvCacheParams& p, SlotLocks& locks, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
-    const int64_t slot = p.slot_of(row);
+    const int64_t slot = p.slot_of(p.target_of(row));
     if (slot < 0) continue;
     const int64_t page = slot >> p.page_shift, offset = slot & (p.page_size - 1);
     const std::lock_guard guard(locks.of(slot));

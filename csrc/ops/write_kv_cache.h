@@ -24,13 +24,21 @@ struct WriteKvCacheParams {
   int64_t num_pages, page_size, page_shift;  // page_size = 1 << page_shift
   int64_t mla_page_stride, indexer_page_stride;
 
-  // Physical slot of a row, -1 where nothing is written: pads, positions or pages that don't exist.
-  SCO_HOST_DEVICE int64_t slot_of(int64_t row) const {
-    if (slots != nullptr) {
-      const int64_t slot = slots[row];
-      return slot >= 0 && slot < num_pages << page_shift ? slot : -1;
-    }
-    const int64_t request = req_ids[row], position = positions[row];
+  // Where a row goes, as its arguments say it.
+  struct Target {
+    int64_t slot;      // in the slots form
+    int64_t request;   // in the block table form
+    int64_t position;  // likewise
+  };
+  SCO_HOST_DEVICE Target target_of(int64_t row) const {
+    if (slots != nullptr) return {slots[row], 0, 0};
+    return {0, req_ids[row], positions[row]};
+  }
+
+  // Physical slot of a target, -1 where nothing is written: pads, positions or pages that don't exist.
+  SCO_HOST_DEVICE int64_t slot_of(const Target& target) const {
+    if (slots != nullptr) return target.slot >= 0 && target.slot < num_pages << page_shift ? target.slot : -1;
+    const int64_t request = target.request, position = target.position;
     if (request < 0 || request >= num_requests || position < 0) return -1;
     const int64_t column = position >> page_shift;
     if (column >= table_width) return -1;

@@ -34,8 +34,9 @@ __device__ __forceinline__ float largest_magnitude(const float (&v)[kCount]) {
 template <bool kHardwareFp8, int kCount>
 __device__ __forceinline__ float encode(float (&v)[kCount], float amax, const QuantQKParams& p, const Absmax& absmax,
                                         uint32_t (&bytes)[kCount / 4]) {
-  const float factor = p.hadamard ? kHadamardScale : 1.0f;
+  float factor = p.hadamard ? kHadamardScale : 1.0f;
   const Fp8Tile tile = fp8_tile(__fmul_rn(amax, factor), absmax, p.ue8m0);  // rounding keeps the order of magnitudes
+  if (kHardwareFp8 && tile.bad) factor = NAN;                               // converts to 0x7F
   shrink_if_large(v, tile);
   if (p.ue8m0) {
     // A power of two moves into the factor: the product is rounded once, like v * factor, and scaled exactly.
@@ -49,26 +50,23 @@ __device__ __forceinline__ float encode(float (&v)[kCount], float amax, const Qu
 #pragma unroll
   for (int i = 0; i < kCount / 4; ++i)
     bytes[i] = floats_to_e4m3x4<kHardwareFp8>(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
-  if (tile.bad) {
+  if (!kHardwareFp8 && tile.bad) {
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) bytes[i] = kFp8NanX4;
   }
   return tile.scale;
 }
 
-__device__ __forceinline__ const void* weight_address(const QuantQKParams& p, int64_t row, int64_t head) {
+// A weight as it lies in memory: converting it here would wait for it.
+__device__ __forceinline__ uint32_t load_weight_bits(const QuantQKParams& p, int64_t row, int64_t head) {
   const int64_t i = row * p.weights_stride + head;
-  return static_cast<const uint8_t*>(p.weights) + i * (p.weights_bf16 ? 2 : 4);
+  return p.weights_bf16 ? __ldg(static_cast<const uint16_t*>(p.weights) + i)
+                        : __ldg(static_cast<const uint32_t*>(p.weights) + i);
 }
 
-__device__ __forceinline__ float load_weight(const QuantQKParams& p, int64_t row, int64_t head) {
-  const void* weight = weight_address(p, row, head);
-  return p.weights_bf16 ? bf16_to_float(__ldg(static_cast<const uint16_t*>(weight)))
-                        : __ldg(static_cast<const float*>(weight));
-}
-
-__device__ __forceinline__ void store_weight(const QuantQKParams& p, int64_t row, int64_t head, float weight,
+__device__ __forceinline__ void store_weight(const QuantQKParams& p, int64_t row, int64_t head, uint32_t weight_bits,
                                              float scale) {
+  const float weight = __uint_as_float(p.weights_bf16 ? weight_bits << 16 : weight_bits);
   p.q_weights[row * p.heads + head] = __fmul_rn(__fmul_rn(weight, scale), p.weight_scale);
 }
 

@@ -7,7 +7,7 @@
 #include "../launch.h"
 #include "../rows.h"
 #include "../value_checks.h"
-#include "lane_per_vector.cuh"
+#include "staged.cuh"
 
 namespace sparse_cp_ops {
 namespace {
@@ -17,26 +17,27 @@ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Both kernels write the same bytes; the choice depends on the shape alone.
 template <bool kHardwareFp8>
 void launch(const QuantQKParams& p, bool fast, const DeviceArch& arch, int32_t device, cudaStream_t stream) {
-  const int64_t k_groups = divide_up(p.rows, four_lanes::kVectorsPerWarp);
-  const int64_t q_sets = p.rows * (p.heads / lane_per_vector::kHeads);
-  const int64_t persistent_blocks =
-      int64_t{arch.multiprocessors} * lane_per_vector::kBlocksPerMultiprocessor<kHardwareFp8>;
-  const int64_t persistent_warps = persistent_blocks * lane_per_vector::kWarpsPerBlock;
+  const int64_t k_groups = divide_up(p.rows, direct::Lanes::kVectors);
+  const int64_t sets_per_row = p.heads / staged::kHeads, q_sets = p.rows * sets_per_row;
+  const int64_t blocks = int64_t{arch.multiprocessors} * staged::kBlocksPerMultiprocessor;
+  const int64_t warps = blocks * staged::kWarps;
   // A turn or more for every warp: below, four lanes a vector spread the work over more warps.
-  if (fast && p.heads % lane_per_vector::kHeads == 0 && q_sets >= persistent_warps) {
-    constexpr auto kKernel = lane_per_vector::quant_kernel<kHardwareFp8>;
-    allow_shared_bytes<kKernel>(device, lane_per_vector::kSharedBytes);
-    const lane_per_vector::Grid grid{static_cast<uint32_t>(persistent_warps),
-                                     static_cast<uint32_t>(p.heads / lane_per_vector::kHeads),
-                                     static_cast<uint32_t>(q_sets), static_cast<uint32_t>(k_groups)};
-    kKernel<<<static_cast<unsigned>(persistent_blocks), lane_per_vector::kThreads, lane_per_vector::kSharedBytes,
-              stream>>>(p, make_absmax(p.q_absmax), grid);
+  if (fast && p.heads % staged::kHeads == 0 && q_sets >= warps) {
+    constexpr auto kKernel = staged::quant_kernel<kHardwareFp8>;
+    allow_shared_bytes<kKernel>(device, staged::kSharedBytes);
+    const staged::Grid grid{static_cast<uint32_t>(warps),
+                            static_cast<uint32_t>(sets_per_row),
+                            static_cast<uint32_t>(q_sets),
+                            static_cast<uint32_t>(k_groups),
+                            static_cast<uint32_t>(warps / sets_per_row),
+                            static_cast<uint32_t>(warps % sets_per_row)};
+    kKernel<<<static_cast<unsigned>(blocks), staged::kThreads, staged::kSharedBytes, stream>>>(
+        p, make_absmax(p.q_absmax), grid);
     return;
   }
-  const int64_t head_groups = divide_up(p.heads, four_lanes::kVectorsPerWarp), q_warps = p.rows * head_groups;
-  const auto kernel =
-      fast ? four_lanes::quant_kernel<kHardwareFp8, true> : four_lanes::quant_kernel<kHardwareFp8, false>;
-  kernel<<<grid_size(q_warps + k_groups, four_lanes::kWarpsPerBlock), four_lanes::kWarpsPerBlock * 32, 0, stream>>>(
+  const int64_t head_groups = divide_up(p.heads, direct::Lanes::kVectors), q_warps = p.rows * head_groups;
+  const auto kernel = fast ? direct::quant_kernel<kHardwareFp8, true> : direct::quant_kernel<kHardwareFp8, false>;
+  kernel<<<grid_size(q_warps + k_groups, direct::kWarpsPerBlock), direct::kWarpsPerBlock * 32, 0, stream>>>(
       p, make_absmax(p.q_absmax), static_cast<uint32_t>(head_groups), static_cast<uint32_t>(q_warps));
 }
 
@@ -56,8 +57,8 @@ std::tuple<Tensor, Tensor> quant_q_k_cp(const Tensor& q, const Tensor& k, const 
   SCO_CHECK(p.rows * (p.heads + 8) <= int64_t{1} << 33, "q: expected at most 2^33 vectors, got shape ",
             shape_string(q));
 
-  const bool fast = p.table.dim == lane_per_vector::kRopeDims && has_vector_rows(q, 2) && has_vector_rows(k, 2) &&
-                    has_vector_rows(cos_sin_cache, 4);
+  const bool fast =
+      p.table.dim == kRopeDims && has_vector_rows(q, 2) && has_vector_rows(k, 2) && has_vector_rows(cos_sin_cache, 4);
   const DeviceArch& arch = device_arch(device);
   if (arch.kernels == KernelSet::kSm90) launch<true>(p, fast, arch, device, stream);
   else launch<false>(p, fast, arch, device, stream);
