@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     limits = ceilings.measure_ceilings(device)
     others = peers.find_peers() if not arguments.no_peers and device.type == "cuda" else peers.Peers()
-    rows = []
+    rows: list[report.Row] = []
     for case in chosen:
         print(f"{case.op}  {case.shape}", file=sys.stderr, flush=True)
         work = case.build(device, others)
@@ -56,12 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
                 report.limit_us(work, case, limits), times,
             )
         )  # fmt: skip
-    facts = report.conditions(device)
+        facts = report.conditions(device)
+        if arguments.json:  # case by case, so that an interrupted run leaves what it measured
+            report.write_json(arguments.json, rows, limits, facts)
+        if arguments.markdown:
+            arguments.markdown.write_text(report.markdown(rows, limits, facts))
     report.print_table(rows, limits, facts)
-    if arguments.json:
-        report.write_json(arguments.json, rows, limits, facts)
-    if arguments.markdown:
-        arguments.markdown.write_text(report.markdown(rows, limits, facts))
     if arguments.roofline:
         report.write_roofline(arguments.roofline, rows, limits, facts)
     return 0
