@@ -139,19 +139,21 @@ __device__ __forceinline__ void start_gather(const SparseMlaParams& p, const int
   cp_async_commit();
 }
 
-// Factors of a record's values, one a scale tile: in the padding of a row of scores.
+// Factor of the record's values of one scale tile: four keys' side by side in the padding of a row of scores.
 template <class T>
-__device__ __forceinline__ float* value_factors(typename T::Shared& s, int key) {
-  static_assert(T::kScorePitch == T::kKeys + kLatentTiles && T::kSplits * T::kHeads >= T::kKeys);
-  return s.scores + key * T::kScorePitch + T::kKeys;
+__device__ __forceinline__ float* value_factors(typename T::Shared& s, int tile, int key) {
+  static_assert(T::kScorePitch == T::kKeys + 4 && T::kSplits * T::kHeads >= kLatentTiles * T::kKeys / 4);
+  return s.scores + (tile * T::kKeys + key) / 4 * T::kScorePitch + T::kKeys + key % 4;
 }
 
-// One warp a record; before that, one lane a (record, scale tile) of the warp's records.
+// One warp a record; before that, one lane a (record, scale tile) of the warp's records. Returns whether a value factor
+// of these lanes is not 1, that is, a scale no power of two.
 template <class T>
-__device__ __forceinline__ void convert_records(typename T::Shared& s, const int64_t (&offsets)[T::kKeys]) {
+__device__ __forceinline__ bool convert_records(typename T::Shared& s, const int64_t (&offsets)[T::kKeys]) {
   constexpr int kRecords = T::kKeys / kWarps;  // of a warp, consecutive
   const int lane = threadIdx.x % 32, key0 = threadIdx.x / 32 * kRecords;
   uint32_t multiplier;
+  bool scaled;
   {
     const int key = key0 + lane / 4 % kRecords, tile = lane % 4;
     const bool used = offsets[key] >= 0;
@@ -165,7 +167,8 @@ __device__ __forceinline__ void convert_records(typename T::Shared& s, const int
     const float next = __shfl_down_sync(~0u, split.rest, 1);
     const bool last_of_split = (tile + 1) % T::kTilesPerSplit == 0;
     s.score_factor[tile][key] = last_of_split ? split.rest * power_of_two(exponent) : split.rest / next;
-    value_factors<T>(s, key)[tile] = split.rest;
+    *value_factors<T>(s, tile, key) = split.rest;
+    scaled = split.rest != 1.0f;
     s.exponent[key] = used ? exponent : kUnused;
     __syncwarp();
   }
@@ -195,7 +198,11 @@ __device__ __forceinline__ void convert_records(typename T::Shared& s, const int
     *reinterpret_cast<uint4*>(s.tile + key * kTilePitch + kLatentDim + piece * 8) =
         *reinterpret_cast<const uint4*>(s.raw + key * kMlaRecordBytes + kMlaRopeOffset + piece * 16);
   }
+  return scaled;
 }
+
+// Head of row 0 to 7 of an mma tile of scores: rows 0 to 3, which are stored together, go to different banks.
+__device__ __forceinline__ int head_of_tile_row(int row) { return row % 4 * 2 + row / 4; }
 
 template <class T>
 __device__ __forceinline__ void compute_scores(typename T::Shared& s) {
@@ -204,7 +211,8 @@ __device__ __forceinline__ void compute_scores(typename T::Shared& s) {
   const int split = warp / (T::kHeadWarps * T::kKeyWarps), place = warp % (T::kHeadWarps * T::kKeyWarps);
   const int head0 = place / T::kKeyWarps * T::kWarpHeads, key0 = place % T::kKeyWarps * T::kWarpKeys;
   // Fragment addresses: A rows are lane % 16, its second 8 dimensions in lanes 16-31; B rows are keys, two sets of 8.
-  const uint32_t a0 = shared_address(&s.q[(head0 + lane % 16) * kTilePitch + lane / 16 * 8]);
+  const int a_head = head0 + lane / 8 % 2 * 8 + head_of_tile_row(lane % 8);
+  const uint32_t a0 = shared_address(&s.q[a_head * kTilePitch + lane / 16 * 8]);
   const uint32_t b0 = shared_address(&s.tile[(key0 + lane / 16 * 8 + lane % 8) * kTilePitch + lane / 8 % 2 * 8]);
   float sum[kMs][kNs][4] = {};
   auto step = [&](int d, bool latent) {
@@ -246,7 +254,8 @@ __device__ __forceinline__ void compute_scores(typename T::Shared& s) {
   for (int d = 0; d < T::kRopePerSplit; d += 16)
     step(static_cast<int>(kLatentDim) + split * T::kRopePerSplit + d, false);
 
-  float* target = s.scores + (split * T::kHeads + head0 + lane / 4) * T::kScorePitch + key0 + lane % 4 * 2;
+  const int out_head = head0 + head_of_tile_row(lane / 4);
+  float* target = s.scores + (split * T::kHeads + out_head) * T::kScorePitch + key0 + lane % 4 * 2;
 #pragma unroll
   for (int m = 0; m < kMs; ++m)
 #pragma unroll
@@ -257,25 +266,36 @@ __device__ __forceinline__ void compute_scores(typename T::Shared& s) {
             make_float2(sum[m][n][2 * half], sum[m][n][2 * half + 1]);
 }
 
-// Running state of the head that this thread shares with the kThreadsPerHead - 1 threads beside it.
+// Head whose softmax this thread computes with the kThreadsPerHead - 1 threads beside it. The bits of the place in the
+// warp are reversed: heads that are read or written together are then far enough apart to fall into different banks.
+template <class T>
+__device__ __forceinline__ int softmax_head() {
+  constexpr int kHeadsPerWarp = 32 / T::kThreadsPerHead;
+  const int place = threadIdx.x % 32 / T::kThreadsPerHead;
+  return threadIdx.x / 32 * kHeadsPerWarp + static_cast<int>(__brev(place) / (UINT32_MAX / kHeadsPerWarp + 1u));
+}
+
+// Running state of a head.
 struct HeadState {
   float peak = -INFINITY;  // of logit + exponent of the record so far, in units of log2
   float total = 0.0f;      // this thread's part of the sum of weights
 };
 
 // f16 weights of a head for the values of one scale tile: rows kScorePitch floats apart, two tiles side by side.
+// Without value factors those of tile 0 serve all tiles.
 template <class T>
 __device__ __forceinline__ __half* weights(typename T::Shared& s, int tile, int head) {
   return reinterpret_cast<__half*>(s.scores + (tile / 2 * T::kHeads + head) * T::kScorePitch) + tile % 2 * T::kKeys;
 }
 
-// Returns whether the accumulators of this thread's head have to be rescaled.
+// scaled: some value factor of the step is not 1. Returns whether the accumulators of this thread's head have to be
+// rescaled.
 template <class T>
-__device__ __forceinline__ bool update_softmax(typename T::Shared& s, HeadState& state) {
+__device__ __forceinline__ bool update_softmax(typename T::Shared& s, HeadState& state, bool scaled) {
   constexpr int kVector = T::kKeysPerThread < 4 ? 2 : 4, kVectors = T::kKeysPerThread / kVector;
   using Vector = std::conditional_t<kVector == 2, float2, float4>;
   using ByteVector = std::conditional_t<kVector == 2, uint16_t, uint32_t>;
-  const int head = threadIdx.x / T::kThreadsPerHead, part = threadIdx.x % T::kThreadsPerHead;
+  const int head = softmax_head<T>(), part = threadIdx.x % T::kThreadsPerHead;
   const float query_factor = s.query_factor[head];
   float logits[T::kKeysPerThread], record_factors[T::kKeysPerThread];
   float peak = state.peak;
@@ -314,19 +334,23 @@ __device__ __forceinline__ bool update_softmax(typename T::Shared& s, HeadState&
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int key = (v * T::kThreadsPerHead + part) * kVector;
-    float4 f[kVector];
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) f[j] = *reinterpret_cast<const float4*>(value_factors<T>(s, key + j));
-#pragma unroll
-    for (int tile = 0; tile < kLatentTiles; ++tile) {
+    const auto store_weights = [&](int tile, const Vector& factors) {
+      const float* factor = reinterpret_cast<const float*>(&factors);
       uint32_t packed[kVector / 2];
 #pragma unroll
       for (int j = 0; j < kVector; j += 2)
-        packed[j / 2] = pack_f16x2(logits[v * kVector + j] * reinterpret_cast<const float*>(&f[j])[tile],
-                                   logits[v * kVector + j + 1] * reinterpret_cast<const float*>(&f[j + 1])[tile]);
+        packed[j / 2] = pack_f16x2(logits[v * kVector + j] * factor[j], logits[v * kVector + j + 1] * factor[j + 1]);
       __half* target = weights<T>(s, tile, head) + key;
       if constexpr (kVector == 4) *reinterpret_cast<uint2*>(target) = make_uint2(packed[0], packed[1]);
       else *reinterpret_cast<uint32_t*>(target) = packed[0];
+    };
+    if (!scaled) {
+      if constexpr (kVector == 4) store_weights(0, make_float4(1.0f, 1.0f, 1.0f, 1.0f));
+      else store_weights(0, make_float2(1.0f, 1.0f));
+    } else {
+#pragma unroll
+      for (int tile = 0; tile < kLatentTiles; ++tile)
+        store_weights(tile, *reinterpret_cast<const Vector*>(value_factors<T>(s, tile, key)));
     }
   }
   state.total = state.total * rescale + total;
@@ -340,7 +364,7 @@ template <class T>
 using Accumulators = float[T::kHeads / 16][8][4];
 
 template <class T>
-__device__ __forceinline__ void add_values(typename T::Shared& s, Accumulators<T>& acc, bool rescale) {
+__device__ __forceinline__ void add_values(typename T::Shared& s, Accumulators<T>& acc, bool rescale, bool scaled) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (rescale)
 #pragma unroll
@@ -349,7 +373,7 @@ __device__ __forceinline__ void add_values(typename T::Shared& s, Accumulators<T
 #pragma unroll
       for (int n = 0; n < 8; ++n) acc[m][n][0] *= f0, acc[m][n][1] *= f0, acc[m][n][2] *= f1, acc[m][n][3] *= f1;
     }
-  const uint32_t a0 = shared_address(weights<T>(s, warp / 2, lane % 16)) + lane / 16 * 16;
+  const uint32_t a0 = shared_address(weights<T>(s, scaled ? warp / 2 : 0, lane % 16)) + lane / 16 * 16;
   const uint32_t b0 = shared_address(&s.tile[lane % 16 * kTilePitch + warp * 64 + lane / 16 * 8]);
 #pragma unroll
   for (int k = 0; k < T::kKeys; k += 16) {
@@ -376,7 +400,7 @@ __device__ void store_results(const SparseMlaParams& p, const KeySplit& split, i
   float total = state.total;
 #pragma unroll
   for (int lanes = 1; lanes < T::kThreadsPerHead; lanes *= 2) total += __shfl_xor_sync(~0u, total, lanes);
-  const int head = threadIdx.x / T::kThreadsPerHead;
+  const int head = softmax_head<T>();
   const bool whole = split.parts == 1;
   if (threadIdx.x % T::kThreadsPerHead == 0) {
     s.rescale[head] = total == 0.0f ? 0.0f : 1.0f / total;
@@ -458,8 +482,7 @@ __global__ __launch_bounds__(kThreads, T::kHeads == 64 ? 1 : 2) void attend(Spar
   for (int64_t entry = begin; entry < end; entry += T::kKeys, step ^= 1) {
     cp_async_wait<0>();
     __syncthreads();  // records and the next offsets are there, the tile is free
-    convert_records<T>(s, s.offsets[step]);
-    __syncthreads();
+    const bool scaled = __syncthreads_or(convert_records<T>(s, s.offsets[step]));
     if (entry + T::kKeys < end) {
       start_gather<T>(p, s.offsets[step ^ 1], raw);
       find_records<T>(p, keys, index, s.offsets[step]);
@@ -467,8 +490,8 @@ __global__ __launch_bounds__(kThreads, T::kHeads == 64 ? 1 : 2) void attend(Spar
     }
     compute_scores<T>(s);
     __syncthreads();
-    const bool rescale = __syncthreads_or(update_softmax<T>(s, state));
-    add_values<T>(s, acc, rescale);
+    const bool rescale = __syncthreads_or(update_softmax<T>(s, state, scaled));
+    add_values<T>(s, acc, rescale, scaled);
   }
   __syncthreads();
   store_results<T>(p, split, row, head0, part, s, acc, state);
