@@ -58,7 +58,7 @@ class Cluster:
             "metrics_host": HOST,
             "metrics_port": self.metrics,
             # Milliseconds in which a read object can't be evicted; seconds until a silent owner is given up.
-            "default_kv_lease_ttl": 100,
+            "default_kv_lease_ttl": 2000,
             "client_ttl": 6,
         }
         self._start("mooncake_master", arguments)

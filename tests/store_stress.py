@@ -52,17 +52,17 @@ def open_store(url: str, timeout: float = 2.0) -> CacheStore:
 class Worker:
     """One process: random operations until it is killed or told to stop."""
 
-    def __init__(self, url: str, seed: int, folder: Path) -> None:
+    def __init__(self, url: str, seed: int, folder: Path, name: str) -> None:
         self.url, self.folder = url, folder
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()
-        self.acknowledged = os.open(folder / f"acknowledged.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.heartbeat = folder / f"heartbeat.{name}"
+        self.acknowledged = os.open(folder / f"acknowledged.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def run(self) -> None:
         self.store = open_store(self.url)
-        heartbeat = self.folder / f"heartbeat.{os.getpid()}"
         while not (self.folder / "stop").exists():
-            heartbeat.write_text(json.dumps(self.counts))
+            self.heartbeat.write_text(json.dumps(self.counts))
             keys = keys_of(self.store, LENGTH, self.random.randrange(DOCUMENTS))
             chosen = self.random.choices((self.put, self.read, self.match, self.reopen), (40, 50, 8, 2))[0]
             chosen(keys[: self.random.randint(1, LENGTH)])
@@ -70,7 +70,7 @@ class Worker:
         self.store.writer([], [])
         assert len(self.store.memory.take(MEMORY, STUCK_SECONDS / 2)) == MEMORY, "slots of the memory are lost"
         self.store.close()
-        heartbeat.write_text(json.dumps(self.counts))
+        self.heartbeat.write_text(json.dumps(self.counts))
 
     def put(self, keys: list[bytes]) -> None:
         fill(self.store.cache, keys, range(len(keys)))
@@ -106,11 +106,11 @@ class Worker:
         self.store = open_store(self.url)
 
 
-def work(url: str, seed: int, folder: Path) -> None:
+def work(url: str, seed: int, folder: Path, name: str) -> None:
     torch.set_num_threads(1)
     store_module.RETRY_SECONDS = 0.5
     logging.basicConfig(filename=folder / "log", level=logging.WARNING)
-    Worker(url, seed, folder).run()
+    Worker(url, seed, folder, name).run()
 
 
 class Stress:
@@ -121,10 +121,13 @@ class Stress:
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.workers: list[BaseProcess] = []
+        self.started = 0
         self.context = multiprocessing.get_context("fork")  # a start takes milliseconds
 
     def start_worker(self) -> None:
-        worker = self.context.Process(target=work, args=(self.url, self.random.getrandbits(32), self.folder))
+        self.started += 1
+        arguments = (self.url, self.random.getrandbits(32), self.folder, f"{self.started}")
+        worker = self.context.Process(target=work, args=arguments, name=f"{self.started}")  # a pid may come again
         worker.start()
         self.workers.append(worker)
 
@@ -156,7 +159,7 @@ class Stress:
     def check_progress(self) -> None:
         for worker in self.workers:
             assert worker.exitcode is None, f"a worker ended with {worker.exitcode}: see its traceback"
-            heartbeat = self.folder / f"heartbeat.{worker.pid}"
+            heartbeat = self.folder / f"heartbeat.{worker.name}"
             if heartbeat.exists():
                 age = time.time() - heartbeat.stat().st_mtime
                 assert age < STUCK_SECONDS, f"a worker has made no progress for {age:.0f} s"

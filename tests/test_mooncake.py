@@ -93,8 +93,11 @@ def test_damaged_objects_are_misses_and_are_replaced(cluster: Cluster, caplog: p
     short = open_backend(StoreUrl.parse(cluster.url("1MiB")), 1000)
     assert short is not None
     assert short.put([(keys[0], memoryview(bytearray(1000)))]) == [True]
-    with caplog.at_level(logging.WARNING):
-        assert read_back(open_store(cluster, model="damage"), keys) == 0
+    again = open_store(cluster, model="damage")
+    assert read_back(again, keys) == 0
+    assert "has 1000 bytes, expected" in caplog.text
+    assert store_pages(again, keys) == keys[:2]  # the third one was good and is in memory
+    assert read_back(open_store(cluster, model="damage"), keys) == 3
     for each in (backend, short):
         each.close()
 
@@ -212,10 +215,10 @@ def test_urls_that_lack_something() -> None:
             CacheStore.open(url, small_cache())
 
 
-def test_inspection_lists_the_cluster(cluster: Cluster) -> None:
-    store = open_store(cluster, model="to be listed")
+def test_inspection_lists_the_cluster(own_cluster: Cluster) -> None:
+    store = open_store(own_cluster, model="to be listed")
     assert store_pages(store, keys_of(store, 3)) == keys_of(store, 3)
-    command = [sys.executable, "-m", "sparse_cp_ops", "cache", "inspect", cluster.url("1MiB")]
+    command = [sys.executable, "-m", "sparse_cp_ops", "cache", "inspect", own_cluster.url("1MiB"), "--verify"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     (line,) = [line for line in result.stdout.splitlines() if "to be listed" in line]
