@@ -250,5 +250,8 @@ def test_urls_and_sizes(tmp_path: Path) -> None:
         CacheStore.open(tmp_path, small_cache())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="cache: expected a PagedKvCache"):
         CacheStore.open("memory://", None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="expected at least 0, got -1"):
-        CacheStore(small_cache(), memory_for(small_cache(), 1), timeout=-1)
+    for seconds in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"timeout: expected 0 to .* s, got {seconds}"):
+            CacheStore(small_cache(), memory_for(small_cache(), 1), timeout=seconds)
+        with pytest.raises(ValueError, match="patience: expected 0 to"):
+            CacheStore.open("memory://?memory=1MiB", small_cache(), patience=seconds)

@@ -66,7 +66,9 @@ class CacheStore:
 
     Attributes:
         cache: the caches whose pages are stored.
+        layout: of an entry.
         fingerprint: of layout and model; the seed of all keys.
+        memory: the host memory.
         shared: whether other processes see what is stored here.
         stats: counters.
     """
@@ -93,14 +95,15 @@ class CacheStore:
 
         Raises:
             TypeError: an argument of the wrong type.
-            ValueError: the budget is below one page, or a time is negative.
+            ValueError: the budget is below one page, or a time is negative or too long to wait.
         """
         if not isinstance(cache, PagedKvCache):
             raise TypeError(f"CacheStore: cache: expected a PagedKvCache, got {type(cache).__name__}")
         require_ints("CacheStore", budget_bytes=budget_bytes)
         require_floats("CacheStore", timeout=timeout, patience=patience)
-        if timeout < 0 or patience < 0:
-            raise ValueError(f"CacheStore: timeout, patience: expected at least 0, got {timeout} and {patience}")
+        for name, seconds in (("timeout", timeout), ("patience", patience)):
+            if not 0 <= seconds <= threading.TIMEOUT_MAX:
+                raise ValueError(f"CacheStore: {name}: expected 0 to {threading.TIMEOUT_MAX:.0f} s, got {seconds}")
         self.cache = cache
         self.layout = EntryLayout(cache, model)
         self.fingerprint = self.layout.fingerprint
