@@ -11,6 +11,13 @@ __device__ __forceinline__ uint32_t shared_u32(uint32_t address) {
   return x;
 }
 
+// A word that another warp may be writing.
+__device__ __forceinline__ uint32_t polled_u32(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
 __device__ __forceinline__ float shared_f32(uint32_t address) { return __uint_as_float(shared_u32(address)); }
 
 __device__ __forceinline__ float2 shared_f32x2(uint32_t address) {

@@ -52,7 +52,9 @@ __device__ bool find_item(const RopeParams& p, const RopeGrid& grid, Item& item)
 }
 
 // A piece is 8 neighbouring values and their 4 pairs (interleaved), or 8 values of each half and their 8 pairs.
-template <class T, bool kInterleaved>
+// In place has an instance of its own: with two addresses four blocks fit a multiprocessor instead of five, and 8192 rows
+// of 128 heads took 97.6 us instead of 82.7.
+template <class T, bool kInterleaved, bool kInPlace>
 __global__ void __launch_bounds__(kThreads) rope_kernel(RopeParams p, RopeGrid grid) {
   constexpr int kParts = kInterleaved ? 1 : 2, kPairs = kInterleaved ? 4 : 8;
   constexpr int kHeads = kInterleaved ? kHeadsPerThread : kHeadsPerThreadOfHalves;
@@ -61,15 +63,18 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(RopeParams p, RopeGrid g
   const int64_t half = p.table.dim / 2;
   const uint32_t first_head = item.head_group * kHeads;
   T* x = static_cast<T*>(p.x) + item.row * p.row_stride + first_head * p.head_stride + item.piece * 8;
-  const T* source = static_cast<const T*>(p.source) + item.row * p.source_row_stride +
-                    first_head * p.source_head_stride + item.piece * 8;
+  const T* source = x;
+  if constexpr (!kInPlace)
+    source = static_cast<const T*>(p.source) + item.row * p.source_row_stride + first_head * p.source_head_stride +
+             item.piece * 8;
+  const int64_t source_head_stride = kInPlace ? p.head_stride : p.source_head_stride;
 
   float v[kHeads][kParts][8];
 #pragma unroll
   for (int h = 0; h < kHeads; ++h)
     if (first_head + h < p.heads)
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) load8(source + h * p.source_head_stride + part * half, v[h][part]);
+      for (int part = 0; part < kParts; ++part) load8(source + h * source_head_stride + part * half, v[h][part]);
   float cosines[kPairs], sines[kPairs];
   const float* cos_sin = cos_sin_row(p.table, item.row);
 #pragma unroll
@@ -117,9 +122,10 @@ __global__ void __launch_bounds__(kThreads) rope_pairs_kernel(RopeParams p, Rope
 }
 
 template <class T>
-auto choose_kernel(bool vectors, bool interleaved) {
+auto choose_kernel(bool vectors, bool interleaved, bool in_place) {
   if (!vectors) return rope_pairs_kernel<T>;
-  return interleaved ? rope_kernel<T, true> : rope_kernel<T, false>;
+  if (in_place) return interleaved ? rope_kernel<T, true, true> : rope_kernel<T, false, true>;
+  return interleaved ? rope_kernel<T, true, false> : rope_kernel<T, false, false>;
 }
 
 void rope_(Tensor x, const Tensor& positions, const Tensor& cos_sin_cache, bool interleaved,
@@ -146,8 +152,8 @@ void rope_(Tensor x, const Tensor& positions, const Tensor& cos_sin_cache, bool 
   grid.rows_per_block = std::max<uint32_t>(1, kThreads / grid.items);
   grid.blocks_per_row = (grid.items + kThreads - 1) / kThreads;
   const unsigned blocks = grid_size(grid_size(p.rows, grid.rows_per_block) * int64_t{grid.blocks_per_row}, 1);
-  const auto kernel =
-      p.is_bf16 ? choose_kernel<uint16_t>(vectors, interleaved) : choose_kernel<float>(vectors, interleaved);
+  const auto kernel = p.is_bf16 ? choose_kernel<uint16_t>(vectors, interleaved, !source)
+                                : choose_kernel<float>(vectors, interleaved, !source);
   kernel<<<blocks, kThreads, 0, stream>>>(p, grid);
   check_launch("rope_");
 }

@@ -64,10 +64,13 @@ struct Shape {
 
   __device__ static uint32_t full(uint32_t base, int slot) { return base + kBarrierOffset + slot * 16; }
   __device__ static uint32_t empty(uint32_t base, int slot) { return base + kBarrierOffset + slot * 16 + 8; }
-  // uint32: bits 0 to 15 the used keys of the quarter, bit 16 whether its step has any.
+  // uint32: bits 0 to 15 the used keys of the quarter, bit 16 whether its step has any, above them the step's tag.
   __device__ static uint32_t mask(uint32_t base, int slot) { return base + kMaskOffset + slot * 4; }
   __device__ static uint32_t quarter(uint32_t base, int slot) { return base + kRingOffset + slot * kQuarterBytes; }
 };
+
+inline constexpr int kTagShift = 17;
+inline constexpr uint32_t kNoTag = ~0u >> kTagShift;  // of a slot that has not been used
 
 // A place in the sequence of quarters that go through the ring.
 template <class S>
@@ -76,6 +79,8 @@ struct RingPosition {
 
   __device__ int slot() const { return count % S::kSlots; }
   __device__ uint32_t parity() const { return count / S::kSlots & 1; }
+  // Tells the step from those that used its slots before.
+  __device__ uint32_t tag() const { return count / 4 & kNoTag >> 1; }
   __device__ RingPosition operator+(int quarters) const { return {count + quarters}; }
 };
 

@@ -348,9 +348,15 @@ __device__ __forceinline__ void add_values(Worker<S>& c, const RingPosition<S>& 
 template <class S>
 __device__ __forceinline__ void take_step(Worker<S>& c, const RingPosition<S>& position) {
   const RingPosition<S> own = position + c.warp;
+  // A worker that met steps without keys can be here while the slot still fills for another worker's step, a round of
+  // the ring ago; the barrier's parity alone would take that round for this one. The producer writes the tag when the
+  // last round is over.
+  uint32_t mask;
+  do mask = polled_u32(S::mask(c.base, own.slot()));
+  while (mask >> kTagShift != own.tag());
+  __syncwarp();
   mbarrier_wait(S::full(c.base, own.slot()), own.parity());
-  const uint32_t mask = shared_u32(S::mask(c.base, own.slot()));
-  if (mask >> 16 == 0) {  // no usable entry: nothing has been copied
+  if ((mask >> 16 & 1) == 0) {  // no usable entry: nothing has been copied
     __syncwarp();
     if (c.lane < 4) mbarrier_arrive(S::empty(c.base, (position + c.lane).slot()));
     return;

@@ -20,6 +20,7 @@ __global__ __launch_bounds__(S::kThreads, 1) void attend(SparseMlaParams p, KeyS
     for (int slot = 0; slot < S::kSlots; ++slot) {
       mbarrier_init(S::full(base, slot), 1);
       mbarrier_init(S::empty(base, slot), kWarpgroup / 32);
+      set_shared(S::mask(base, slot), kNoTag << kTagShift);
     }
     fence_mbarrier_init();
   }

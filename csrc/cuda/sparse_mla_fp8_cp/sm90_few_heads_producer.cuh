@@ -58,7 +58,8 @@ __device__ __forceinline__ void produce(const SparseMlaParams& p, const KeySplit
       const bool any = used[0] | used[1];
       const uint8_t* own = warp < 2 ? records[0] : records[1];
       if (own == nullptr) own = nothing;
-      const uint32_t mask = ((warp < 2 ? used[0] : used[1]) >> warp % 2 * kQuarter & 0xffff) | (any ? 1u << 16 : 0);
+      const uint32_t mask = ((warp < 2 ? used[0] : used[1]) >> warp % 2 * kQuarter & 0xffff) | (any ? 1u << 16 : 0) |
+                            position.tag() << kTagShift;
       find_records();  // both loads run during the copies below
       load_entries(step + 2);
       const int slot = position.slot();
