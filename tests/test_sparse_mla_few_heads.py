@@ -43,6 +43,24 @@ def test_usable_keys_in_few_parts(heads: int, rows: int) -> None:
                 assert_matches((q, cache, indices, None, None, None), SCALE, batch_invariant)
 
 
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("full", [0.1, 0.5, 0.9])
+def test_steps_without_keys(heads: int, full: float) -> None:
+    """Long lists in which runs of 64 entries are unused: one worker is through with its steps at once, another not.
+
+    Over 32 steps a ring of key slots goes round several times, so a worker that runs ahead must not take what a slot
+    held a round earlier for its own.
+    """
+    q, cache, indices, *_ = slot_case(150, heads, 2048, scale_kind="fp32")
+    steps = indices.view(150, 32, 64)
+    steps[torch.rand(150, 32, device="cuda") >= full] = -1
+    steps[torch.rand(150, 32, device="cuda") < 0.1, 1:] = -1  # steps of one key
+    for rows in (150, 16, 3):
+        for batch_invariant in (True, False):
+            case = (q[:rows], cache, indices[:rows], None, None, None)
+            assert_matches(case, SCALE, batch_invariant)
+
+
 @pytest.mark.parametrize("heads", [8, 16, 32, 128])
 @pytest.mark.parametrize("scale_kind", ["ue8m0", "fp32", "wild", "tiny"])
 def test_rising_logits_and_scales(heads: int, scale_kind: str) -> None:

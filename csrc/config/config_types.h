@@ -40,8 +40,8 @@ struct PrefillCPConfig {
   bool kv_cache_sharded = false;
   int64_t prefill_cp_size = 0;  // ranks of the prefill group; 0 = the size of the tensor-parallel group
   // A batch runs under context parallelism iff it reaches both thresholds.
-  // An eager layer of DeepSeek-V3.2 keeps the host busy for 0.8 ms, as long as an H200 takes for 450 tokens (14 ms for
-  // 8192): up to there nothing is gained, at 1024 two ranks gain all they can. Not measured below 8192 tokens.
+  // Eager layers of DeepSeek-V3.2 on an H200 (benchmarks/results/H200_layer.md): up to 512 tokens without a prefix are
+  // bound by the host and lose up to 1.3x, 1024 gain 1.5x, and 1.7x to 3.1x behind a prefix of 32K.
   int64_t min_tokens = 1024;
   // (query, key) pairs: 1024 tokens without a prefix have 524,800.
   int64_t min_kv_work = int64_t{1} << 19;

@@ -52,8 +52,8 @@ __device__ bool find_item(const RopeParams& p, const RopeGrid& grid, Item& item)
 }
 
 // A piece is 8 neighbouring values and their 4 pairs (interleaved), or 8 values of each half and their 8 pairs.
-// In place has an instance of its own: with two addresses four blocks fit a multiprocessor instead of five, and 8192 rows
-// of 128 heads took 97.6 us instead of 82.7.
+// In place has an instance of its own: with two addresses four blocks fit a multiprocessor instead of five, and 8192
+// rows of 128 heads took 97.6 us instead of 82.7.
 template <class T, bool kInterleaved, bool kInPlace>
 __global__ void __launch_bounds__(kThreads) rope_kernel(RopeParams p, RopeGrid grid) {
   constexpr int kParts = kInterleaved ? 1 : 2, kPairs = kInterleaved ? 4 : 8;

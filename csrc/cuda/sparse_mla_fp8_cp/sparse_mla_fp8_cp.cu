@@ -48,17 +48,17 @@ struct FewHeadsChoice {
 // As many parts as fill the device once, and smaller head groups where that is still not enough. Both change bits, so
 // batch-invariant rows have one part and all heads.
 FewHeadsChoice choose_few_heads(const SparseMlaParams& p, const DeviceArch& arch) {
-  // Clusters leave multiprocessors over: of 132, those of 8 use 120. 16 clusters of 7 don't run at the same time
-  // either.
+  // Clusters leave multiprocessors over: of 132, those of 8 and 4 use 120, pairs all. 16 clusters of 7 don't run at the
+  // same time either.
   constexpr int64_t kClusterSizes[] = {8, 4, 3, 2};
-  const int64_t capacity = static_cast<int64_t>(arch.multiprocessors) * 10 / 11, steps = p.topk / kIndexListMultiple;
+  const int64_t all = arch.multiprocessors, capacity = all * 10 / 11, steps = p.topk / kIndexListMultiple;
   FewHeadsChoice choice{std::min<int64_t>(p.heads, kFewHeads), {}};
   choice.split.width = p.topk;
   if (p.batch_invariant || steps <= 1) return choice;
   auto blocks = [&](int64_t parts) { return p.rows * (p.heads / choice.heads) * std::min(parts, steps); };
   while (choice.heads > 8 && 2 * blocks(kClusterSizes[0]) <= capacity) choice.heads /= 2;
   for (int64_t parts : kClusterSizes) {
-    if (parts > steps || blocks(parts) > capacity) continue;
+    if (parts > steps || blocks(parts) > (parts == 2 ? all : capacity)) continue;
     choice.split.width = (steps + parts - 1) / parts * kIndexListMultiple;
     choice.split.parts = (p.topk + choice.split.width - 1) / choice.split.width;
     break;
