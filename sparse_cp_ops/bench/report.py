@@ -42,7 +42,7 @@ class Row:
 
 def limit_us(work: Work, case: Case, ceilings: dict[str, float]) -> float:
     """The time below which no implementation can be on this machine, from the ceilings of this run."""
-    by_bytes = work.bytes_moved / ceilings["copy"]
+    by_bytes = work.bytes_moved / ceilings[case.ceiling if case.ceiling in COPIES else "copy"]
     by_flop = work.flop / ceilings[case.ceiling] if work.flop and case.ceiling in ceilings else 0.0
     return 1e6 * max(by_bytes, by_flop)
 
@@ -103,6 +103,7 @@ def _bandwidth(row: Row) -> str:
     return f"{row.bytes_moved / row.timing.median_us / 1e3:.1f} GB/s"
 
 
+COPIES = ("copy", "host copy")  # ceilings in bytes/s
 HEADINGS = ["op", "shape", "median us", "p10-p90", "rate", "limit", "others, us", "vs best other"]
 
 
@@ -117,8 +118,8 @@ def print_table(rows: list[Row], ceilings: dict[str, float], facts: dict[str, st
 
 
 def _ceiling_line(ceilings: dict[str, float]) -> str:
-    parts = [f"copy {ceilings['copy'] / 1e9:.0f} GB/s"]
-    parts += [f"{name} GEMM {rate / 1e12:.3g} TFLOP/s" for name, rate in ceilings.items() if name != "copy"]
+    parts = [f"{name} {rate / 1e9:.0f} GB/s" for name, rate in ceilings.items() if name in COPIES]
+    parts += [f"{name} GEMM {rate / 1e12:.3g} TFLOP/s" for name, rate in ceilings.items() if name not in COPIES]
     return "ceilings of this run: " + ", ".join(parts)
 
 
@@ -149,7 +150,7 @@ def write_roofline(path: Path, rows: list[Row], ceilings: dict[str, float], fact
     intensities = [row.flop / row.bytes_moved for row in points]
     x = np.logspace(0, np.log10(max([1e4, *intensities]) * 2), 200)
     for name, rate in ceilings.items():
-        if name != "copy":
+        if name not in COPIES:
             roof = np.minimum(rate, x * ceilings["copy"]) / 1e12
             axes.plot(x, roof, color="0.35", linewidth=1)
             axes.annotate(f"{name} GEMM {rate / 1e12:.3g}", (x[-1], rate / 1e12), ha="right", va="bottom", fontsize=8)

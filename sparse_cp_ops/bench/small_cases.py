@@ -134,11 +134,11 @@ def store(rows: int, reading: bool, pinned: bool) -> Builder:
         if reading:
             return Work(
                 lambda: ops.read_cache_store(mla_store, indexer_store, slots, page_ids, mla_cache, indexer_cache),
-                2.0 * pages * 64 * 788,
+                (1.0 if pinned else 2.0) * pages * 64 * 788,
             )
         return Work(
             lambda: ops.write_cache_store(mla_cache, indexer_cache, page_ids, slots, mla_store, indexer_store),
-            2.0 * pages * 64 * 788,
+            (1.0 if pinned else 2.0) * pages * 64 * 788,
         )
 
     return build
@@ -162,5 +162,7 @@ def small_cases(device_type: str) -> Iterator[Case]:
         for rows in row_counts:
             yield Case(op, f"{rows} rows", builder(rows), graph=True)
     if device_type == "cuda":
-        yield Case("write_cache_store", "65536 rows, pinned host", store(65536, reading=False, pinned=True))
-        yield Case("read_cache_store", "65536 rows, pinned host", store(65536, reading=True, pinned=True))
+        yield Case(
+            "write_cache_store", "65536 rows, pinned host", store(65536, reading=False, pinned=True), "host copy"
+        )
+        yield Case("read_cache_store", "65536 rows, pinned host", store(65536, reading=True, pinned=True), "host copy")
