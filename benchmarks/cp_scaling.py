@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from cp_scaling_rank import Settings, run_rank, timelines  # noqa: E402
-from cp_scaling_report import OK, Results  # noqa: E402
+from cp_scaling_report import OK, WRONG, Results, now  # noqa: E402
 from process_groups import EXIT_STATUS, Ending, results_of, run_groups  # noqa: E402
 from rank_process import Case  # noqa: E402
 
@@ -46,7 +46,7 @@ def check_cases(ranks: int, device: str, folder: Path, results: Results, parts: 
     """The cases of the tests, each group of them in processes of its own, all side by side."""
     # Not at the top: ranks import this module too, and those that measure do without torch._dynamo.
     from distributed_cases import ANY_DEVICE
-    from failure_cases import FAILING_RANK, different_batches_on_gpus
+    from failure_cases import FAILING_RANK, complaint, different_batches_on_gpus
     from gpu_cases import GPU_GROUPS
 
     groups: list[list[Case]] = []
@@ -67,7 +67,9 @@ def check_cases(ranks: int, device: str, folder: Path, results: Results, parts: 
                 results.correctness[case] = outcome
     for endings, case in zip(ended[len(groups) :], failing, strict=True):
         how = [f"rank {rank}: {_how_it_ended(ending, case)}" for rank, ending in enumerate(endings)]
-        results.failures[case.__name__] = "; ".join(how)
+        wrong = complaint(endings, case, device).replace("|", "/")
+        results.failures[case.__name__] = (f"{WRONG}{wrong}. " if wrong else "") + "; ".join(how)
+    results.checked |= dict.fromkeys({"correctness", "failure"} & set(parts), now())
     for name, outcome in (results.correctness | results.failures).items():
         print(f"{name}: {outcome}", flush=True)
     results.write()
@@ -83,8 +85,12 @@ def _last_line(report: str) -> str:
     return report.strip().splitlines()[-1].replace("|", "/")[:200]
 
 
-def measure(settings: Settings, results: Results) -> None:
-    """Run the ranks and file what rank 0 sends; a rank that ends with an error ends all of them."""
+def measure(settings: Settings, results: Results) -> bool:
+    """Run the ranks and file what rank 0 sends; a rank that ends with an error ends all of them.
+
+    Returns:
+        Whether all ended well.
+    """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     processes = [
@@ -95,8 +101,8 @@ def measure(settings: Settings, results: Results) -> None:
         process.start()
     sender.close()
     open_pipe, give_up = True, settings.deadline + GRACE_SECONDS
-    while open_pipe or any(process.is_alive() for process in processes):
-        waited_for = [*([receiver] if open_pipe else []), *(p.sentinel for p in processes if p.is_alive())]
+    # Looked at once a turn: waiting for nothing takes all the time there is.
+    while waited_for := [*([receiver] if open_pipe else []), *(p.sentinel for p in processes if p.is_alive())]:
         ready = connection.wait(waited_for, max(0.0, give_up - time.time()))
         if not ready:
             results.notes.append("Not all processes ended in time.")
@@ -115,7 +121,9 @@ def measure(settings: Settings, results: Results) -> None:
     statuses = [process.exitcode for process in processes]
     if any(statuses):
         results.notes.append(f"Exit statuses of the ranks that measured: {statuses}.")
+    results.note_missing(settings.batches)
     results.write()
+    return not any(statuses)
 
 
 def file_message(kind: str, content: dict[str, Any], settings: Settings, results: Results) -> None:
@@ -155,6 +163,7 @@ def main() -> int:
     parts = arguments.parts or ["correctness", "failure", "scaling"]
     results = Results(arguments.output or ROOT / "benchmarks" / "results" / f"{name}x{ranks}", ranks, parts)
     tokens = arguments.tokens or [*BATCHES[device], *([LONG_BATCH] if ranks >= 8 and device == "cuda" else [])]
+    measured = True
     batches = tuple(parse_batch(batch) for batch in tokens)
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the spawned processes
     with tempfile.TemporaryDirectory() as folder:
@@ -166,9 +175,11 @@ def main() -> int:
             print(f"checks: {time.time() - start:.0f} s", flush=True)
         if "scaling" in parts:
             deadline = start + arguments.budget_seconds
-            measure(Settings(ranks, device, batches, batches[0], deadline, folder), results)
+            measured = measure(Settings(ranks, device, batches, batches[0], deadline, folder), results)
             print(f"in all: {time.time() - start:.0f} s", flush=True)
-    return int(any(result != OK for result in results.correctness.values()))
+    failed = any(result != OK for result in results.correctness.values())
+    failed |= any(saw.startswith(WRONG) for saw in results.failures.values())
+    return int(failed or not measured or ("scaling" in parts and not results.rows))
 
 
 if __name__ == "__main__":

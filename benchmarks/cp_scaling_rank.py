@@ -328,7 +328,9 @@ def run_rank(rank: int, settings: Settings, messages: Connection | None) -> None
 
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if settings.device == "cuda" else "none (gloo)"
     buffers = "in place" if bench.registered is not None else "not available"
-    send("conditions", {**conditions(bench.device), "NCCL": nccl, "registered buffers": buffers})
+    facts = conditions(bench.device)
+    facts.pop("SM clock after the run", None)  # nothing has run yet; each row has its own
+    send("conditions", {**facts, "NCCL": nccl, "registered buffers": buffers})
     for tokens, prefix in settings.batches:
         if bench.has_time():
             measure_layer(bench, tokens, prefix, lambda row: send("row", row))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ Event = tuple[str, int, int, int]  # name, start ns, duration ns, stream
 
 
 OK = "holds"  # a check that held
+WRONG = "wrong: "  # before what the ranks saw, if it is not what they should have seen
+
+
+def now() -> str:
+    """As in the conditions."""
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 class Results:
@@ -44,6 +51,7 @@ class Results:
         measured_before = {} if "scaling" in parts else before
         self.correctness: dict[str, str] = {} if "correctness" in parts else before.get("correctness", {})
         self.failures: dict[str, str] = {} if "failure" in parts else before.get("failures", {})
+        self.checked: dict[str, str] = before.get("checked", {})  # part -> date
         self.conditions: dict[str, str] = measured_before.get("conditions", {})
         self.rows: list[dict[str, Any]] = measured_before.get("rows", [])
         self.timeline: dict[str, Any] = measured_before.get("timeline", {})
@@ -58,6 +66,12 @@ class Results:
         self.rows.sort(key=lambda other: (other["prefix"], other["tokens"]))
         self.write()
 
+    def note_missing(self, batches: Sequence[tuple[int, int]]) -> None:
+        """Say which batches were asked for and not measured."""
+        wanted = [_batch({"tokens": tokens, "prefix": prefix}) for tokens, prefix in batches]
+        if missing := [batch for batch in wanted if batch not in map(_batch, self.rows)]:
+            self.notes.append(f"Not measured: {', '.join(missing)} tokens.")
+
     def write(self) -> None:
         """JSON and Markdown."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
@@ -71,15 +85,16 @@ class Results:
         parts = [f"# Context parallelism on {name}", ", ".join(f"{k} {v}" for k, v in self.conditions.items())]
         if self.correctness:
             table = _table(["case", "all ranks"], [[case, result] for case, result in self.correctness.items()])
-            parts += ["## The bits of one rank", table]
+            parts += ["## The bits of one rank", *self._when("correctness"), table]
         if self.rows:
             parts += [
                 f"## One attention layer on {self.ranks} ranks",
                 "Medians in ms of the slowest rank, all ranks starting together; one GPU: the fastest of them, all "
                 "running the whole batch at once. Speed-up: one GPU over the faster split. Exposed: what the layer "
-                "takes longer than one whose gather takes no time. Balance: slowest over mean of the ranks without "
-                "gathers. Memory: peak of the allocator, the inputs of the whole batch included. Difference: norm of "
-                "the output's difference to one GPU, relative (the GEMMs round differently with the row count).",
+                "takes longer than one whose gather takes no time. In line, registered: zigzag. Balance: slowest over "
+                "mean of the ranks without gathers. Memory: peak of the allocator, the inputs of the whole batch "
+                "included. Difference: norm of the output's difference to one GPU, relative (the GEMMs round "
+                "differently with the row count).",
                 _table(LAYER_COLUMNS, [layer_cells(row) for row in self.rows]),
                 "## One gather",
                 "Alone, back to back. Rate: bytes that a rank receives over time.",
@@ -97,8 +112,11 @@ class Results:
                 ["case", "what the ranks saw, seconds after the first had ended"],
                 [[case, saw] for case, saw in self.failures.items()],
             )
-            parts += ["## One rank fails in the middle of a forward", table]
+            parts += ["## One rank fails in the middle of a forward", *self._when("failure"), table]
         return "\n\n".join([*parts, *self.notes]) + "\n"
+
+    def _when(self, part: str) -> list[str]:
+        return [f"Run on {self.checked[part]}."] if part in self.checked else []
 
     def draw_timeline(self, tokens: int, of_ranks: Sequence[Sequence[Event]]) -> None:
         """The PNG, and how long only gathers ran."""
@@ -108,7 +126,8 @@ class Results:
 
 
 LAYER_COLUMNS = [
-    "tokens (+ prefix)", "one GPU", "zigzag", "interleave", "speed-up", "exposed", "in line", "registered",
+    "tokens (+ prefix)", "one GPU", "zigzag", "interleave", "speed-up", "exposed zigzag", "exposed interleave",
+    "in line", "registered",
     "balance zigzag", "balance interleave", "GiB one GPU", "GiB a rank", "difference", "SM MHz",
 ]  # fmt: skip
 GATHER_COLUMNS = [
@@ -128,13 +147,12 @@ def layer_cells(row: dict[str, Any]) -> list[str]:
     slowest = {name: max(row[name]) if name in row else None for name in TIMES}
     one = min(row["one_gpu_ms"]) if "one_gpu_ms" in row else None
     best = min((t for t in (slowest["zigzag_ms"], slowest["interleave_ms"]) if t is not None), default=None)
-    silent, zigzag = slowest["zigzag_silent_ms"], slowest["zigzag_ms"]
     clocks = [clock for clock in row.get("clock_mhz", ()) if clock]
     return [
         _batch(row),
-        *(_ms(value) for value in (one, zigzag, slowest["interleave_ms"])),
+        *(_ms(value) for value in (one, slowest["zigzag_ms"], slowest["interleave_ms"])),
         NOT_MEASURED if one is None or best is None else f"{one / best:.2f}x",
-        NOT_MEASURED if silent is None or zigzag is None else f"{100 * (zigzag - silent) / zigzag:.1f} %",
+        *(_exposed(slowest[f"{split}_ms"], slowest[f"{split}_silent_ms"]) for split in ("zigzag", "interleave")),
         *(_ms(slowest[name]) for name in ("in_line_ms", "registered_ms")),
         *(_balance(row.get(name)) for name in ("zigzag_silent_ms", "interleave_silent_ms")),
         *(f"{row[name]:.1f}" if row.get(name) else NOT_MEASURED for name in ("one_gpu_gib", "cp_gib")),
@@ -178,6 +196,10 @@ def _ms(value: float | None) -> str:
 
 def _us(value: float | None) -> str:
     return NOT_MEASURED if value is None else f"{value * 1000:.0f}"
+
+
+def _exposed(time: float | None, silent: float | None) -> str:
+    return NOT_MEASURED if time is None or silent is None else f"{100 * (time - silent) / time:.1f} %"
 
 
 def _balance(times: Sequence[float] | None) -> str:

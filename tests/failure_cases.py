@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch.distributed as dist
 from cp_harness import attention_inputs
 from distributed_cases import SHORT_TIMEOUT
-from rank_process import Case, new_rank, new_scenario, synchronize
+from process_groups import Ending
+from rank_process import GROUP_TIMEOUT, Case, new_rank, new_scenario, synchronize
 
 from sparse_cp_ops.context_parallel import collectives as comm
 
@@ -64,3 +65,23 @@ def different_batches_on_gpus(group: comm.CpGroup) -> None:
 
 
 FAILING_RANK: list[Case] = [a_rank_that_raises, a_rank_that_is_killed]
+
+
+def complaint(endings: Sequence[Ending], case: Case, device: str) -> str:
+    """How the first rank ended that did not end as it should, or "".
+
+    Rank 0 of a failing group fails on purpose. Everybody else sees an error within the timeout: as an exception or,
+    with NCCL, by the watchdog's abort.
+    """
+    for rank, ending in enumerate(endings):
+        report = ending.report(case)
+        if rank == 0 and case in FAILING_RANK:
+            killed = case is a_rank_that_is_killed
+            fine = ending.status == -signal.SIGKILL if killed else "on purpose" in report and ending.status == 1
+        else:
+            aborted = device == "cuda" and not ending.reports and ending.status == -signal.SIGABRT
+            fine = ending.seconds < GROUP_TIMEOUT.total_seconds() and (report == "" or aborted)
+        if not fine:
+            saw = report.strip().splitlines()[-1] if report else "an exception"
+            return f"rank {rank}: {saw} after {ending.seconds:.1f} s, status {ending.status}"
+    return ""

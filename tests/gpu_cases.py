@@ -41,7 +41,8 @@ def registered_buffers_change_no_bit(group: comm.CpGroup) -> None:
 
 
 def captured_prefill_follows_new_lengths(group: comm.CpGroup) -> None:
-    """One CUDA graph with room for 40 tokens, replayed for other batches: the bits of eager runs on one rank."""
+    """One CUDA graph with room for 40 tokens, replayed for other batches: the bits of eager runs on one rank, cache
+    bytes included."""
     scenario = new_scenario([40, 40])
     many = new_rank(scenario, group, split="interleave")
 
@@ -61,10 +62,14 @@ def captured_prefill_follows_new_lengths(group: comm.CpGroup) -> None:
         for layer, packed in enumerate(scenario.batch(new_lens, [0, 0])):
             for name, values in many.rows(packed, new).items():
                 rows[layer][name].copy_(values)
+        for pages in (*many.cache.mla, *many.cache.indexer):
+            if pages is not None:
+                pages.fill_(0xFF)  # as the harness makes them
         graph.replay()
         restored = [comm.restore_rows(local, new, group)[: sum(new_lens)] for local in results]
         one = one_rank(scenario)
         assert_bitwise(restored, run(one, scenario, new_lens, [0, 0]))
+        assert_cache_equal(many.cache, one.cache)
 
 
 def nothing_waits_for_the_device(group: comm.CpGroup) -> None:

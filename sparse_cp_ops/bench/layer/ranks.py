@@ -19,7 +19,8 @@ from torch import Tensor
 from sparse_cp_ops.config import CPRotateMethod, ParallelismConfig, PrefillCPConfig
 from sparse_cp_ops.context_parallel import collectives
 
-# Bytes that a rank receives -> microseconds: 512, 4096, 16384 and 65536 rows of 788 bytes from one other GPU.
+# Bytes that a rank receives -> microseconds: 512, 4096, 16384 and 65536 rows of 788 bytes from one other GPU. Not
+# from the run of benchmarks/results/H200x2.md, where the last three take 89, 77 and 248.
 GATHER_TABLE = ((512 * 788, 71.0), (4096 * 788, 67.0), (16384 * 788, 110.0), (65536 * 788, 273.0))
 
 
