@@ -124,6 +124,9 @@ class FakeBackend:
                 content[:] = self.content[key]
         return [key in self.content for key, _ in entries]
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        pass
+
     def remove(self, key: bytes) -> None:
         self._pass()
         self.content.pop(key, None)

@@ -81,8 +81,8 @@ def test_a_page_is_visible_only_with_all_its_layers(device: str) -> None:
     assert store.read(keys, [5, 6]) == 0
     store_pages(store, keys, [0, 1])
     assert store.match(keys) == 2
-    assert store.match([*keys, b"unknown"]) == 2
-    assert store.match([b"unknown", *keys]) == 0
+    assert store.match([*keys, bytes(16)]) == 2
+    assert store.match([bytes(16), *keys]) == 0
 
 
 def fail_after_writing(writer: CacheWriter) -> None:
@@ -121,8 +121,8 @@ def test_the_budget_holds_and_the_least_recently_used_pages_leave(device: str) -
     store_pages(store, second, [2, 3])
     assert store.read(first, [5, 6]) == 2
     store_pages(store, third, [4])
-    assert store.match(second) == 0
-    assert store.match(second[1:]) == 1
+    assert store.match(second) == 1  # the end of a chain leaves first
+    assert store.match(second[1:]) == 0
     assert store.match(first) == 2
     assert store.match(third) == 1
     many = keys_of(store, 6, 4)
@@ -131,6 +131,47 @@ def test_the_budget_holds_and_the_least_recently_used_pages_leave(device: str) -
     assert store.match(first) == store.match(third) == 0
     with pytest.raises(ValueError, match=rf"budget_bytes: expected at least {memory_for(cache, 1)} .*, got 1000"):
         CacheStore(cache, 1000)
+
+
+def test_of_a_prompt_in_chunks_the_end_leaves_first(device: str) -> None:
+    cache = random_cache(device)
+    store = CacheStore(cache, memory_for(cache, 4))
+    prompt = list(range(4 * PAGE))
+    table = torch.arange(4, dtype=torch.int32, device=device)[None]
+    for prefix in (0, 2 * PAGE):
+        writer = create_cache_writer(store, attention_inputs([2 * PAGE], [prefix], table), [prompt], [[0, 1, 2, 3]])
+        assert writer is not None
+        with writer:
+            for layer in range(3):
+                writer.write_layer(layer)
+        assert store.flush()
+    assert store.match(store.page_keys(prompt)) == 4
+    for left, seed in ((3, 1), (2, 2)):
+        store_pages(store, keys_of(store, 1, seed), [5])
+        assert store.match(store.page_keys(prompt)) == left
+
+
+def test_what_is_no_key_or_comes_twice_is_refused_and_takes_no_room(device: str) -> None:
+    cache = random_cache(device)
+    store = CacheStore(cache, memory_for(cache, 2))
+    keys = keys_of(store, 2)
+    store_pages(store, keys, [0, 1])
+    for _ in range(3):
+        with pytest.raises(ValueError, match="keys: expected different keys"):
+            store.read([keys[0], keys[0]], [4, 5])
+    for method, call in (
+        ("match", lambda wrong: store.match([wrong])),
+        ("read", lambda wrong: store.read([wrong], [0])),
+        ("writer", lambda wrong: store.writer([wrong], [0])),
+    ):
+        with pytest.raises(TypeError, match=f"CacheStore.{method}: keys: expected bytes, got str"):
+            call(keys[0].hex())
+        with pytest.raises(ValueError, match=f"CacheStore.{method}: keys: expected 16 bytes each, got 15"):
+            call(keys[0][:15])
+    assert store.read(keys, [4, 5]) == 2
+    others = keys_of(store, 2, seed=1)
+    store_pages(store, others, [0, 1])
+    assert store.read(others, [4, 5]) == 2
 
 
 def test_a_damaged_page_is_a_miss(device: str, caplog: pytest.LogCaptureFixture) -> None:

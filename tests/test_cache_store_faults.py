@@ -45,7 +45,7 @@ def test_another_process_finds_what_was_acknowledged(device: str, backend: FakeB
     writing, reading = new_store(backend, device=device), new_store(backend, device=device)
     keys = keys_of(writing, 5)
     assert store_pages(writing, keys) == keys
-    assert reading.match([*keys, b"unknown"]) == 5
+    assert reading.match([*keys, bytes(16)]) == 5
     assert read_back(reading, keys) == 5
     assert (reading.stats.backend_hits, reading.stats.memory_hits) == (5, 0)
     calls = backend.calls
@@ -66,6 +66,77 @@ def test_more_pages_than_the_memory_has_pass_through_it(device: str, backend: Fa
         assert read_back(small, keys) == 8
     assert read_back(small, keys_of(big, 3, seed=1)) == 0
     assert_all_room_can_be_had(small)
+
+
+def test_pages_are_checked_while_those_before_them_are_copied(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none is copied before its own check."""
+    monkeypatch.setattr(store_module, "BATCH", 2)
+    store = new_store(backend)
+    keys = keys_of(store, 6)
+    store_pages(store, keys)
+    checked: dict[int, threading.Event] = {}
+    check, copy = store._problem, store._copy_to_pages
+
+    def checking(key: bytes, slot: int) -> str | None:
+        problem = check(key, slot)
+        checked.setdefault(keys.index(key), threading.Event()).set()
+        return problem
+
+    def copying(slots: list[int], pages: list[int]) -> None:
+        assert all(checked[page].is_set() for page in pages)
+        for page in pages:
+            if page + 2 < len(keys):
+                assert checked.setdefault(page + 2, threading.Event()).wait(5)
+        copy(slots, pages)
+
+    monkeypatch.setattr(store, "_problem", checking)
+    monkeypatch.setattr(store, "_copy_to_pages", copying)
+    assert read_back(store, keys) == 6
+    assert_all_room_can_be_had(store)
+
+
+@pytest.mark.parametrize("victim", range(6))
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_damaged_page_ends_a_read_of_several_batches(
+    backend: FakeBackend, victim: int, in_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "BATCH", 2)
+    store = new_store(backend)
+    keys = keys_of(store, 6)
+    store_pages(store, keys)
+    if in_memory:
+        (slot,) = store.memory.find([keys[victim]]).values()
+        store.memory.slots[slot, -1] ^= 1
+        store.memory.release([slot])
+    else:
+        store.memory.clear()
+        backend.content[keys[victim]] = flipped(backend.content[keys[victim]], HEADER_BYTES)
+    assert read_back(store, keys) == victim
+    assert store.stats.damaged == 1
+    assert_all_room_can_be_had(store)
+
+
+def test_an_error_that_no_backend_should_raise_is_a_miss_as_well(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = new_store(backend)
+    keys = keys_of(store, 3)
+
+    def failing() -> None:
+        raise KeyError("from a client library")
+
+    monkeypatch.setattr(backend, "_pass", failing)
+    with caplog.at_level(logging.WARNING):
+        assert store.match(keys) == 0
+        end_the_break(store)
+        assert read_back(store, keys) == 0
+        end_the_break(store)
+        assert store_pages(store, keys) == []
+    assert caplog.text.count("from a client library") == 3
+    assert store.stats.failed == 3
+    assert_all_room_can_be_had(store)
 
 
 def end_the_break(store: CacheStore) -> None:

@@ -3,6 +3,7 @@
 import fcntl
 import logging
 import os
+import shutil
 import stat
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from store_harness import keys_of, memory_for, read_back, small_cache, store_pag
 
 from sparse_cp_ops.__main__ import main
 from sparse_cp_ops.cache_store import CacheStore
+from sparse_cp_ops.cache_store import store as store_module
 from sparse_cp_ops.cache_store.backend import StoreUrl, parse_bytes
 from sparse_cp_ops.cache_store.entry import EntryLayout
 from sparse_cp_ops.cache_store.file_backend import FileBackend
@@ -87,7 +89,8 @@ def test_damaged_files_are_misses_and_are_replaced(
         assert read_back(reading, keys) == 1
     assert "miss" in caplog.text
     if damage == "directory":
-        assert store_pages(open_store(tmp_path), keys) == []  # nothing of ours, and nothing that could be replaced
+        # Nothing of ours, and nothing that could be replaced; the others are there already.
+        assert store_pages(open_store(tmp_path), keys) == [keys[0], keys[2]]
         assert not [path for path in tmp_path.glob("writers/*/*") if path.name != "lock"]
         return
     again = open_store(tmp_path)
@@ -118,11 +121,67 @@ def test_the_budget_holds_and_the_least_recently_used_files_leave(tmp_path: Path
         open_store(tmp_path, "&disk=1000")
 
 
+def test_of_a_long_chain_the_end_leaves_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "BATCH", 2)
+    store = open_store(tmp_path, f"&disk={8 * ENTRY}")
+    keys = keys_of(store, 6)
+    store_pages(store, keys)
+
+    def assert_ordered() -> None:
+        times = [path_of(tmp_path, key).stat().st_mtime_ns for key in keys]
+        assert times == sorted(times, reverse=True)
+
+    assert_ordered()
+    for key in keys:
+        os.utime(path_of(tmp_path, key), (0, 0))
+    reading = open_store(tmp_path)
+    assert read_back(reading, keys) == 6
+    reading.close()  # what it has begun is done
+    assert path_of(tmp_path, keys[-1]).stat().st_mtime > 0
+    assert_ordered()
+
+
+def test_what_is_no_entry_neither_stops_eviction_nor_look_ups(tmp_path: Path) -> None:
+    store = open_store(tmp_path, f"&disk={2 * ENTRY}")
+    foreign = tmp_path / "ab" / "folder.page"
+    foreign.mkdir(parents=True)
+    os.utime(foreign, (0, 0))
+    for seed in range(3):
+        keys = keys_of(store, 1, seed)
+        assert store_pages(store, keys) == keys
+    assert foreign.is_dir()
+    hidden = keys_of(store, 1, seed=9)
+    path_of(tmp_path, hidden[0]).parent.write_text("a file in the place of a folder")
+    assert store.match(hidden) == 0
+    assert store_pages(store, hidden) == []
+    assert store.stats.backend_errors == 0
+    more = keys_of(store, 1, seed=10)
+    assert store_pages(store, more) == more
+
+
+@pytest.mark.parametrize("root_too", [True, False])
+def test_a_folder_that_somebody_empties_is_used_again(tmp_path: Path, root_too: bool) -> None:
+    root = tmp_path / "store"
+    store = open_store(root)
+    store_pages(store, keys_of(store, 2))
+    for path in [root] if root_too else list(root.iterdir()):
+        shutil.rmtree(path)
+    keys = keys_of(store, 2, seed=1)
+    assert store_pages(store, keys) == keys
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    assert read_back(open_store(root), keys) == 2
+    store.close()
+    assert not list((root / "writers").iterdir())
+
+
 def test_a_full_disk_or_an_unusable_folder_is_a_refusal(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(tmp_path)
-    keys = keys_of(store, 2)
+    keys, earlier = keys_of(store, 2), keys_of(store, 3, seed=1)
+    other = open_store(tmp_path)
+    assert store_pages(other, earlier) == earlier
+    other.close()
 
     def no_space(*_: object) -> int:
         raise OSError(28, "No space left on device")
@@ -131,9 +190,10 @@ def test_a_full_disk_or_an_unusable_folder_is_a_refusal(
         patched.setattr(os, "write", no_space)
         assert store_pages(store, keys) == []
     assert "No space left on device" in caplog.text
-    assert not files_of(tmp_path)
+    assert files_of(tmp_path) == sorted(path_of(tmp_path, key) for key in earlier)
     assert [path.name for folder in (tmp_path / "writers").iterdir() for path in folder.iterdir()] == ["lock"]
     assert read_back(store, keys) == 2  # from memory
+    assert read_back(store, earlier) == 3  # what is there can be read
 
 
 def test_folders_of_others_are_refused(tmp_path: Path) -> None:
@@ -178,6 +238,15 @@ def test_inspection_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         FileBackend(str(tmp_path / "nothing"), None)
     assert not (tmp_path / "nothing").exists()
+
+
+def test_verifying_does_not_count_as_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(tmp_path)
+    store_pages(store, keys_of(store, 3))
+    before = {path: path.stat().st_mtime_ns for path in files_of(tmp_path)}
+    assert inspect(f"file://{tmp_path}", "--verify") == 0
+    assert "3 entries" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in files_of(tmp_path)} == before
 
 
 def inspect(*arguments: str) -> int:
@@ -230,6 +299,9 @@ def test_the_command_shows_models_and_finds_damage(tmp_path: Path, capsys: pytes
         ("memory://?memory=10", r"budget_bytes: expected at least \d+ \(a page of all layers\), got 10"),
         ("file://host/folder", "expected file:///absolute/folder"),
         ("file://", "expected file:///absolute/folder"),
+        ("file:///folder#1?disk=1GiB", "# in a folder as %23"),
+        ("file:///tmp?disk=0", r"disk: expected at least \d+ bytes"),
+        ("memory://4GiB", "expected options behind ?"),
     ],
 )
 def test_urls_that_are_refused(url: str, message: str) -> None:

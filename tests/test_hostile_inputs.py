@@ -394,19 +394,19 @@ def test_cache_store_refuses() -> None:
     store = CacheStore(cache, 4 * cache.page_bytes)
     for page in (-1, 4, 2**40):
         with pytest.raises(ValueError, match=rf"CacheStore.writer: pages: expected pages in \[0, 4\), got {page}"):
-            store.writer([b"a"], [page])
+            store.writer([b"a" * 16], [page])
         with pytest.raises(ValueError, match=rf"CacheStore.read: pages: expected pages in \[0, 4\), got {page}"):
-            store.read([b"a"], [page])
+            store.read([b"a" * 16], [page])
     with pytest.raises(ValueError, match=r"CacheStore\.read: pages: expected different pages"):
-        store.read([b"a", b"b"], [1, 1])
+        store.read([b"a" * 16, b"b" * 16], [1, 1])
     with pytest.raises(TypeError, match=r"CacheStore.read: pages\[0\]: expected int, got str"):
-        store.read([b"a"], ["1"])  # type: ignore[list-item]
+        store.read([b"a" * 16], ["1"])  # type: ignore[list-item]
 
 
 def test_a_layer_counts_once_and_by_its_own_number() -> None:
     cache = PagedKvCache(2, 4, 16)
     store = CacheStore(cache, 4 * cache.page_bytes)
-    writer = store.writer([b"a"], [1])
+    writer = store.writer([b"a" * 16], [1])
     assert writer is not None
     writer.write_layer(1)
     writer.write_layer(1)
@@ -414,5 +414,5 @@ def test_a_layer_counts_once_and_by_its_own_number() -> None:
         with pytest.raises(ValueError, match=f"layer_id: expected 0 to 1, got {layer}"):
             writer.write_layer(layer)
     writer.finish()
-    assert store.match([b"a"]) == 0  # layer 0 was never written
-    assert store.writer([b"a"], [1]) is not None
+    assert store.match([b"a" * 16]) == 0  # layer 0 was never written
+    assert store.writer([b"a" * 16], [1]) is not None

@@ -36,6 +36,14 @@ def test_keys_are_chained_over_full_pages() -> None:
     assert page_keys([], PAGE) == []
 
 
+def test_ids_beyond_int64_are_refused() -> None:
+    unsigned = torch.tensor([*range(PAGE)], dtype=torch.uint64)
+    assert page_keys(unsigned, PAGE) == page_keys([*range(PAGE)], PAGE)
+    for beyond in ([2**63] * PAGE, torch.tensor([2**63] * PAGE, dtype=torch.uint64)):
+        with pytest.raises(ValueError, match=f"expected ids of at most {2**63 - 1}, got {2**63}"):
+            page_keys(beyond, PAGE)
+
+
 @pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1, 3 * PAGE - 1])
 def test_match_leaves_a_token_to_compute_and_shares_full_pages_only(length: int) -> None:
     cache = PrefixCache(8, PAGE)

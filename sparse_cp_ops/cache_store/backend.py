@@ -39,6 +39,9 @@ class Backend(Protocol):
     def get(self, entries: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
         """Fill the memory given with each key; False where there is no entry of that length."""
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Entries of requests were used now: the first page of one is to be the last to make room. Never an error."""
+
     def remove(self, key: bytes) -> None:
         """Drop a damaged entry, so that a good one can replace it."""
 
@@ -76,7 +79,8 @@ class StoreUrl:
 
         Raises:
             TypeError: no str.
-            ValueError: another scheme, an option that the scheme does not have, or one given twice.
+            ValueError: another scheme, an option that the scheme does not have, one given twice, or a part that would
+                be ignored.
         """
         if not isinstance(url, str):
             raise TypeError(f"CacheStore.open: url: expected str, got {type(url).__name__}")
@@ -85,6 +89,8 @@ class StoreUrl:
             raise ValueError(
                 f"CacheStore.open: url: expected one of {', '.join(f'{name}://' for name in OPTIONS)}, got {url!r}"
             )
+        if place.fragment or (place.scheme == "memory" and (place.netloc or place.path)):
+            raise ValueError(f"CacheStore.open: url: expected options behind ?, and # in a folder as %23, got {url!r}")
         pairs = parse_qsl(place.query, keep_blank_values=True, strict_parsing=bool(place.query))
         options = dict(pairs)
         known = OPTIONS[place.scheme]
@@ -124,7 +130,7 @@ def open_backend(url: StoreUrl, entry_bytes: int | None) -> Backend | None:
     if url.scheme == "file":
         from sparse_cp_ops.cache_store.file_backend import FileBackend
 
-        return FileBackend(url.path, entry_bytes, url.size("disk", "0") or None)
+        return FileBackend(url.path, entry_bytes, url.size("disk", "") if "disk" in url.options else None)
     if url.scheme == "mooncake":
         from sparse_cp_ops.cache_store.mooncake_backend import MooncakeBackend
 

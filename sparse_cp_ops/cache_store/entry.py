@@ -6,6 +6,7 @@ Nothing in a header is trusted: whoever reads an entry knows its own key, layout
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,27 @@ class Header:
     model: str
 
 
+def require_keys(caller: str, keys: Sequence[bytes]) -> None:
+    """Refuse what is no key: a longer or shorter one would be cut or filled up in an entry and never fit again.
+
+    Raises:
+        TypeError: a key that is no bytes.
+        ValueError: a key of another length.
+    """
+    for key in keys:
+        if not isinstance(key, bytes):
+            raise TypeError(f"{caller}: keys: expected bytes, got {type(key).__name__}")
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"{caller}: keys: expected {KEY_BYTES} bytes each, got {len(key)}")
+
+
+def _checksum(content: memoryview) -> bytes:
+    """XXH3-128 by a hasher: the functions of xxhash 3 for a single call keep the interpreter's lock, threads queue."""
+    hasher = xxhash.xxh3_128()
+    hasher.update(content)
+    return hasher.digest()
+
+
 def parse_header(data: bytes | memoryview) -> Header | str:
     """The header of an entry, or what is wrong with it."""
     if len(data) < HEADER_BYTES:
@@ -61,7 +83,7 @@ def damage(entry: memoryview) -> str | None:
     header = parse_header(entry)
     if isinstance(header, str):
         return header
-    if xxhash.xxh3_128_digest(entry[HEADER_BYTES:]) != header.checksum:
+    if _checksum(entry[HEADER_BYTES:]) != header.checksum:
         return "its bytes have lost their checksum"
     return None
 
@@ -104,7 +126,7 @@ class EntryLayout:
 
     def seal(self, entry: memoryview, key: bytes) -> None:
         """Write the header in front of a complete payload."""
-        checksum = xxhash.xxh3_128_digest(entry[HEADER_BYTES:])
+        checksum = _checksum(entry[HEADER_BYTES:])
         fields = _FIELDS.pack(
             MAGIC,
             VERSION,

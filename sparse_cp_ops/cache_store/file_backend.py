@@ -72,32 +72,24 @@ class FileBackend:
         return [self._length(self._path(key)) == self._entry_bytes for key in keys]
 
     def put(self, entries: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
-        """Write files that are not there; True = they are there, even after the power fails."""
-        folders = set()
+        """Write files that are not there; True = they are there, even after the power fails.
+
+        A full disk or a folder that may only be read refuses files; those that are there can be read all the same.
+        """
+        written: list[bool] = []
+        problem = None
         for key, content in entries:
-            path = self._path(key)
-            folders.add(path.parent)
-            if self._length(path) == len(content):
-                continue
-            self._make_room(len(content))
-            self._make_folder(path.parent)
-            temporary = self._writer_folder() / path.name
-            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                written = 0
-                while written < len(content):
-                    written += os.write(file, content[written:])
-                os.fsync(file)
-                os.rename(temporary, path)
-            except BaseException:
-                os.unlink(temporary)
-                raise
-            finally:
-                os.close(file)
-        for folder in folders:
+                self._write(self._path(key), content)
+                written.append(True)
+            except OSError as error:
+                problem = error
+                written.append(False)
+        if problem is not None:
+            logger.warning("%d of %d pages are not written (%s)", written.count(False), len(written), problem)
+        for folder in {self._path(key).parent for (key, _), there in zip(entries, written, strict=True) if there}:
             _sync_folder(folder)
-        self._touch([key for key, _ in entries])
-        return [True] * len(entries)
+        return written
 
     def get(self, entries: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
         """Read files; one of another length, of another kind or that can't be read is a miss."""
@@ -108,8 +100,13 @@ class FileBackend:
             except OSError as error:
                 logger.warning("miss: %s", error)
                 found.append(False)
-        self._touch([key for (key, _), there in zip(entries, found, strict=True) if there])
         return found
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Used now, the first of a request last: a chain of pages without its head is useless."""
+        for key in reversed(keys):
+            with contextlib.suppress(OSError):  # evicted meanwhile, or a folder that may only be read
+                os.utime(self._path(key))
 
     def remove(self, key: bytes) -> None:
         """Unlink a file."""
@@ -139,7 +136,7 @@ class FileBackend:
     def _length(self, path: Path) -> int | None:
         try:
             status = path.lstat()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
@@ -164,11 +161,26 @@ class FileBackend:
         finally:
             os.close(file)
 
-    def _touch(self, keys: Sequence[bytes]) -> None:
-        """Used now, the first of a request last: a chain of pages without its head is useless."""
-        for key in reversed(keys):
-            with contextlib.suppress(OSError):  # evicted meanwhile, or a folder that may only be read
-                os.utime(self._path(key))
+    def _write(self, path: Path, content: memoryview) -> None:
+        if self._length(path) == len(content):
+            return
+        self._make_room(len(content))
+        self._make_folder(self._root)  # somebody may have emptied or removed it
+        self._make_folder(path.parent)
+        temporary = self._writer_folder() / path.name
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            written = 0
+            while written < len(content):
+                written += os.write(file, content[written:])
+            os.fsync(file)
+            os.rename(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # what went wrong first is what counts
+                os.unlink(temporary)
+            raise
+        finally:
+            os.close(file)
 
     def _make_folder(self, folder: Path) -> None:
         if not folder.is_dir():
@@ -177,6 +189,8 @@ class FileBackend:
 
     def _writer_folder(self) -> Path:
         """This process's folder for temporary files, marked by a lock that ends with the process."""
+        if self._own_folder is not None and not self._own_folder.is_dir():
+            self.close()
         if self._own_folder is None:
             writers = self._root / "writers"
             self._make_folder(writers)
@@ -198,6 +212,8 @@ class FileBackend:
                 if file.name.endswith(_SUFFIX):
                     with contextlib.suppress(FileNotFoundError):
                         status = file.stat(follow_symlinks=False)
+                        if stat.S_ISDIR(status.st_mode):
+                            continue  # nothing of ours, and it can't be unlinked
                         files.append((status.st_mtime_ns, status.st_size, Path(file.path)))
         return files
 

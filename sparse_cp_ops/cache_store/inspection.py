@@ -44,7 +44,9 @@ def _report(url: StoreUrl, backend: Backend, verify: bool) -> int:
         header = parse_header(entry.header)
         problem = header if isinstance(header, str) else _contradiction(header, entry.name, entry.size)
         if problem is None and verify and not isinstance(header, str):
-            reader = readers.setdefault(entry.size, open_backend(url, entry.size))
+            if entry.size not in readers:
+                readers[entry.size] = open_backend(url, entry.size)
+            reader = readers[entry.size]
             content = memoryview(bytearray(entry.size))
             there = reader is not None and reader.get([(header.key, content)])[0]
             problem = damage(content) if there else "it is gone"

@@ -58,6 +58,8 @@ def _token_ids(tokens: Tokens) -> NDArray[np.int64]:
         raise ValueError(f"tokens: expected 1 dimension, got {given.ndim} (shape {list(given.shape)})")
     if given.dtype.kind not in "iu" and len(given):
         raise TypeError(f"tokens: expected integers of at most 64 bits, got {given.dtype}")
+    if given.dtype == np.uint64 and (given > np.iinfo(np.int64).max).any():
+        raise ValueError(f"tokens: expected ids of at most {np.iinfo(np.int64).max}, got {given.max()}")
     return given.astype("<i8")
 
 

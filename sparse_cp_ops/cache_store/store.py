@@ -7,14 +7,13 @@ a checksum; whatever is incomplete, damaged, of another model or out of reach is
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import itertools
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,8 +22,8 @@ import torch
 from torch import Tensor
 
 from sparse_cp_ops import ops
-from sparse_cp_ops.cache_store.backend import Backend, BackendError, StoreUrl, open_backend
-from sparse_cp_ops.cache_store.entry import EntryLayout
+from sparse_cp_ops.cache_store.backend import Backend, StoreUrl, open_backend
+from sparse_cp_ops.cache_store.entry import EntryLayout, require_keys
 from sparse_cp_ops.cache_store.host_memory import HostMemory
 from sparse_cp_ops.cache_store.io_thread import IoThread
 from sparse_cp_ops.cache_store.prefix_cache import Tokens, page_keys
@@ -34,9 +33,11 @@ from sparse_cp_ops.ops._types import require_floats, require_ints
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Checks = dict[bytes, tuple[int, "concurrent.futures.Future[str | None]"]]  # slots, and what is wrong with their bytes
 
-# Entries that are checked, moved or handed to a backend at once: 50 MB of a 61-layer model, enough for full speed.
-BATCH = 16
+# Entries that are moved or handed to a backend at once: 100 MB of a 61-layer model, which take about 2 ms over PCIe 5,
+# longer than it takes to start the copies of 61 layers.
+BATCH = 32
 # A backend that failed is left alone for so long; every request meanwhile recomputes without waiting for it.
 RETRY_SECONDS = 5.0
 
@@ -157,6 +158,7 @@ class CacheStore:
     def match(self, keys: Sequence[bytes]) -> int:
         """How many of the keys, from the first on, are visible; a read may still find fewer."""
         self._require_open("match")
+        require_keys("CacheStore.match", keys)
         with self.memory.lock:
             here = [key in self.memory for key in keys]
         elsewhere = [key for key, found in zip(keys, here, strict=True) if not found]
@@ -170,7 +172,7 @@ class CacheStore:
         """Copy stored pages, both caches of all layers, to device pages, on the store's stream.
 
         The current stream goes on behind the copies. It stops at the first key that is not visible, not in time, or
-        whose bytes are not those that were sealed.
+        whose bytes are not those that were sealed. While pages are copied, the next ones are checked.
 
         Args:
             keys: of a request's pages, from the first on.
@@ -180,10 +182,13 @@ class CacheStore:
             How many pages were restored.
 
         Raises:
-            ValueError: too few pages, pages outside the cache, or one page twice.
+            TypeError, ValueError: something that is no key or no page, too few pages, or a key or page twice.
             RuntimeError: the store is closed.
         """
         self._require_open("read")
+        require_keys("CacheStore.read", keys)
+        if len(set(keys)) < len(keys):
+            raise ValueError("CacheStore.read: keys: expected different keys")
         pages = self.cache.require_pages("CacheStore.read", pages)
         if len(pages) < len(keys):
             raise ValueError(f"CacheStore.read: pages: expected at least {len(keys)}, got {len(pages)}")
@@ -191,21 +196,35 @@ class CacheStore:
             raise ValueError(f"CacheStore.read: pages: expected different pages, got {pages}")
         deadline = time.monotonic() + self._timeout
         batch = max(1, min(BATCH, len(self.memory) // 2))
-        restored = 0
+        restored, received_pages = 0, False
+        held = self._check(self.memory.find(keys[:batch]))
         while restored < len(keys):
             wanted = keys[restored : restored + batch]
-            slots = self._fetch(wanted, deadline)
+            missing = [key for key in wanted if key not in held]
+            received = self._check(self._receive(missing, deadline)) if missing else {}
+            received_pages = received_pages or bool(received)
+            # Behind the receiving, which needs the room more.
+            ahead = self._check(self.memory.find(keys[restored + batch : restored + 2 * batch]))
+            slots = self._take_good(wanted, held, received, deadline)
             if slots:
                 self._copy_to_pages(slots, pages[restored : restored + len(slots)])
             restored += len(slots)
+            held = ahead
             if len(slots) < len(wanted):
                 break
+        self.memory.release(slot for slot, _ in held.values())
         if restored:
+            self.keep_until_copied(*self.cache.mla, *self.cache.indexer)
             self.order_behind_copies()
-            self.memory.touch(keys[:restored])
+            self.memory.touch(used := list(keys[:restored]))
+            backend = self._backend
+            if backend is not None and received_pages:  # so its thread is not stuck in a call
+                self._receiver.submit(lambda: backend.touch(used))
         return restored
 
-    def writer(self, keys: Sequence[bytes], pages: Sequence[int]) -> CacheWriter | None:
+    def writer(
+        self, keys: Sequence[bytes], pages: Sequence[int], used: Sequence[bytes] | None = None
+    ) -> CacheWriter | None:
         """Reserve room for the pages that are not here yet, and return what copies them; None if there are none.
 
         The least recently used entries make room. Of more pages than fit, the first ones are stored.
@@ -213,19 +232,23 @@ class CacheStore:
         Args:
             keys: of pages that the running forward completes.
             pages: their device pages.
+            used: keys of all pages of the requests, in order, those of their prefixes too: what is stored leaves before
+                what stands in front of it. None = ``keys``.
 
         Raises:
-            ValueError: another number of pages than of keys, or pages outside the cache.
+            TypeError, ValueError: something that is no key or no page, or another number of pages than of keys.
             RuntimeError: the store is closed.
         """
         self._require_open("writer")
+        require_keys("CacheStore.writer", keys)
+        used = keys if used is None else used
         pages = self.cache.require_pages("CacheStore.writer", pages)
         if len(keys) != len(pages):
             raise ValueError(f"CacheStore.writer: pages: expected {len(keys)} as keys, got {len(pages)}")
         self._take_back()
         with self.memory.lock:
             known = self._writing.union(key for key in keys if key in self.memory)
-            self.memory.touch(keys)
+            self.memory.touch(used)
         wanted = {key: page for key, page in zip(keys, pages, strict=True) if key not in known}
         slots = self.memory.take(len(wanted), self._patience)
         if len(slots) < len(wanted):
@@ -236,7 +259,7 @@ class CacheStore:
         chosen = list(wanted.items())[: len(slots)]
         with self.memory.lock:
             self._writing.update(key for key, _ in chosen)
-        return CacheWriter(self, [key for key, _ in chosen], [page for _, page in chosen], slots)
+        return CacheWriter(self, [key for key, _ in chosen], [page for _, page in chosen], slots, used)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until finished writers' pages are acknowledged or given up; False if that takes longer.
@@ -317,7 +340,8 @@ class CacheStore:
         """Seal a complete writer's pages once they have arrived, show them, and hand them to the backend."""
         with self.memory.lock:
             self._unfinished += 1
-        self._sender.submit(lambda: self._publish(writer.keys, writer.slots, writer.acknowledged, copied))
+        keys, slots, used, acknowledged = writer.keys, writer.slots, writer.used, writer.acknowledged
+        self._sender.submit(lambda: self._publish(keys, slots, used, acknowledged, copied))
 
     def give_back(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Room of a writer that gave up; the garbage collector may call this in the middle of any other method."""
@@ -338,7 +362,9 @@ class CacheStore:
 
     # ---- storing ----
 
-    def _publish(self, keys: list[bytes], slots: list[int], acknowledged: list[bytes], copied: Any) -> None:
+    def _publish(
+        self, keys: list[bytes], slots: list[int], used: Sequence[bytes], acknowledged: list[bytes], copied: Any
+    ) -> None:
         """On the sending thread."""
         try:
             while copied is not None and not copied.query():
@@ -350,6 +376,7 @@ class CacheStore:
                 for key, slot in batch:
                     self.layout.seal(self.memory.bytes_of(slot), key)
                     self.memory.show(key, slot)
+                self.memory.touch(used)
                 with self.memory.lock:
                     self._writing.difference_update(key for key, _ in batch)
                 stored = self._send(batch)
@@ -358,6 +385,8 @@ class CacheStore:
                     self.stats.stored += len(stored)
                     self.stats.failed += len(batch) - len(stored)
                     self.memory.release(slot for _, slot in batch)
+            if self._backend is not None and acknowledged:
+                self._backend.touch(used)
         finally:
             with self.memory.lock:
                 self._unfinished -= 1
@@ -371,8 +400,8 @@ class CacheStore:
             return []
         try:
             results = self._backend.put([(key, self.memory.bytes_of(slot)) for key, slot in batch])
-        except (BackendError, OSError) as error:
-            self._take_down(f"{len(batch)} pages are not stored there ({error})")
+        except Exception as error:  # also what a client library lets through: the room has to come back
+            self._take_down(f"{len(batch)} pages are not stored there ({str(error) or repr(error)})")
             return []
         refused = results.count(False)
         if refused:
@@ -381,27 +410,29 @@ class CacheStore:
 
     # ---- reading ----
 
-    def _fetch(self, keys: Sequence[bytes], deadline: float) -> list[int]:
-        """Slots with the checked bytes of the first keys, as many as can be had; the caller releases them."""
-        slots = held = self.memory.find(keys)
-        missing = [key for key in keys if key not in held]
-        if missing:
-            slots = held | self._receive(missing, deadline)
-        problems = dict(zip(slots, self._checkers.map(self._problem, slots, slots.values()), strict=True))
-        good = list(itertools.takewhile(lambda key: key in slots and problems[key] is None, keys))
-        for key, slot in slots.items():
+    def _check(self, slots: Mapping[bytes, int]) -> Checks:
+        """Let the checking threads compare the bytes of slots; the caller goes on using the slots."""
+        return {key: (slot, self._checkers.submit(self._problem, key, slot)) for key, slot in slots.items()}
+
+    def _take_good(self, keys: Sequence[bytes], held: Checks, received: Checks, deadline: float) -> list[int]:
+        """Of slots from the memory and from the backend, those with the good bytes of the first keys, as many as there
+        are; the caller releases them, all others are released here."""
+        checks = {**held, **received}
+        problems = {key: check.result() for key, (_, check) in checks.items()}
+        good = list(itertools.takewhile(lambda key: key in checks and problems[key] is None, keys))
+        for key, (slot, _) in checks.items():
             if problems[key] is None:
                 self.memory.show(key, slot)
                 continue
             self.memory.drop(slot)
             self.stats.damaged += 1
             logger.warning("miss: the stored page %s is dropped: %s", key.hex(), problems[key])
-            if key not in held:
-                self._ask(functools.partial(_remove, key=key))
-        self.memory.release(slot for key, slot in slots.items() if key not in good)
+            if key in received:
+                self._ask(lambda backend, key=key: backend.remove(key), deadline)  # type: ignore[misc]
+        self.memory.release(slot for key, (slot, _) in checks.items() if key not in good)
         self.stats.memory_hits += sum(key in held for key in good)
-        self.stats.backend_hits += sum(key not in held for key in good)
-        return [slots[key] for key in good]
+        self.stats.backend_hits += sum(key in received for key in good)
+        return [checks[key][0] for key in good]
 
     def _receive(self, keys: Sequence[bytes], deadline: float) -> dict[bytes, int]:
         """Slots that the backend has filled; the caller releases them."""
@@ -444,9 +475,11 @@ class CacheStore:
             else:
                 future.add_done_callback(lambda _: abandoned())
             self._take_down("it has not answered in time")
-        except (BackendError, OSError) as error:
+        except (
+            Exception
+        ) as error:  # also what a client library lets through: it is a miss, and the room has to come back
             abandoned()
-            self._take_down(str(error))
+            self._take_down(str(error) or repr(error))
         return None
 
     def _copy_to_pages(self, slots: Sequence[int], pages: Sequence[int]) -> None:
@@ -461,7 +494,7 @@ class CacheStore:
                     self.cache.mla[layer_id],
                     self.cache.indexer[layer_id],
                 )
-        self.keep_until_copied(page_ids, store_slots, *self.cache.mla, *self.cache.indexer)
+        self.keep_until_copied(page_ids, store_slots)
         self.memory.release_after(None if self._stream is None else self._stream.record_event(), slots)
 
     def _problem(self, key: bytes, slot: int) -> str | None:
@@ -484,7 +517,3 @@ class CacheStore:
     def _require_open(self, method: str) -> None:
         if self._closed:
             raise RuntimeError(f"CacheStore.{method}: the store is closed")
-
-
-def _remove(backend: Backend, key: bytes) -> None:
-    backend.remove(key)

@@ -23,13 +23,17 @@ class CacheWriter:
 
     Attributes:
         keys: of the pages that are stored.
-        acknowledged: those of them that are visible to everybody who shares the store, once they are.
+        used: of all pages of the requests, see :meth:`CacheStore.writer`.
+        acknowledged: those of ``keys`` that are visible to everybody who shares the store, once they are.
     """
 
-    def __init__(self, store: CacheStore, keys: list[bytes], pages: list[int], slots: list[int]) -> None:
+    def __init__(
+        self, store: CacheStore, keys: list[bytes], pages: list[int], slots: list[int], used: Sequence[bytes]
+    ) -> None:
         """Use :func:`create_cache_writer` or :meth:`CacheStore.writer`."""
         self.keys = keys
         self.slots = slots
+        self.used = used
         self.acknowledged: list[bytes] = []
         self._store = store
         self._page_ids, self._store_slots = store.copy_arguments(pages, slots)
@@ -123,6 +127,7 @@ def create_cache_writer(
     page_size = store.cache.page_size
     keys: list[bytes] = []
     page_ids: list[int] = []
+    used: list[bytes] = []
     lengths = (inputs.prefix_lens + inputs.new_lens).tolist()
     for request, (prefix, length) in enumerate(zip(inputs.prefix_lens.tolist(), lengths, strict=True)):
         if len(tokens[request]) < length or len(pages[request]) < length // page_size:
@@ -131,10 +136,10 @@ def create_cache_writer(
                 f"{len(tokens[request])} tokens and {len(pages[request])} pages of {page_size}"
             )
         completed = slice(prefix // page_size, length // page_size)
-        for key, page in zip(
-            store.page_keys(tokens[request][:length])[completed], pages[request][completed], strict=True
-        ):
+        request_keys = store.page_keys(tokens[request][:length])
+        used += request_keys
+        for key, page in zip(request_keys[completed], pages[request][completed], strict=True):
             if not store.shared or int.from_bytes(key[:8]) % group.size == group.rank:
                 keys.append(key)
                 page_ids.append(page)
-    return store.writer(keys, page_ids)
+    return store.writer(keys, page_ids, used)
