@@ -369,6 +369,23 @@ def test_closing_never_hangs(backend: FakeBackend, busy: str, caplog: pytest.Log
             call()
 
 
+def test_times_that_cannot_be_waited_for_are_refused_before_anything_happens(backend: FakeBackend) -> None:
+    store = new_store(backend)
+    keys = keys_of(store, 1)
+    fill(store.cache, keys, range(1))
+    backend.open_gate.clear()
+    with store.writer(keys, range(1)) as writer:  # type: ignore[union-attr]
+        for layer in range(3):
+            writer.write_layer(layer)
+    for seconds in (-1, float("nan"), float("inf")):
+        for name, call in (("flush", store.flush), ("close", store.close)):
+            with pytest.raises(ValueError, match=f"CacheStore.{name}: timeout: expected 0 to .* s, got {seconds}"):
+                call(seconds)
+    backend.open_gate.set()
+    assert store.flush()
+    assert read_back(store, keys) == 1
+
+
 def test_closing_flushes(backend: FakeBackend) -> None:
     store = new_store(backend)
     keys = keys_of(store, 6)

@@ -44,6 +44,70 @@ def test_the_device_first_then_the_store(device: str) -> None:
     assert backend.calls == calls
 
 
+def test_what_prompts_have_in_common_is_restored_once(device: str) -> None:
+    backend = FakeBackend()
+    common, ends = prompt(1, 3 * PAGE), [[*prompt(seed, PAGE), 1] for seed in (2, 3)]
+    writing = CacheStore(small_cache(8, device), memory_for(small_cache(), 8), "", backend)
+    for end in ends:
+        keys = writing.page_keys(common + end)
+        if wanted := [key for key in keys if key not in backend.content]:
+            store_pages(writing, wanted)
+    prompts = [common + ends[0], common[: 2 * PAGE + 1], common + ends[1], common + ends[0]]
+    store = CacheStore(small_cache(8, device), memory_for(small_cache(), 8), "", backend)
+    prefix_cache = PrefixCache(8, PAGE, store.fingerprint)
+    first, short, second, again = restore_prefixes(prefix_cache, store, prompts)
+    assert [len(pages) for pages in (first, short, second, again)] == [4, 2, 4, 4]
+    assert first == again
+    assert (short, second[:3]) == (first[:2], first[:3])
+    assert store.stats.backend_hits + store.stats.memory_hits == 5
+    for pages, tokens in ((first, prompts[0]), (second, prompts[2])):
+        for page, key in zip(pages, store.page_keys(tokens), strict=True):
+            assert holds(store.cache, key, page)
+    for pages in (first, short, second, again):
+        prefix_cache.release(pages)
+    assert prefix_cache.available == 8
+
+
+def test_pages_that_had_lost_their_beginning_do_not_come_twice(device: str) -> None:
+    store = CacheStore(small_cache(4, device), memory_for(small_cache(), 8))
+    long = prompt(1, 2 * PAGE + 1)
+    keys = store.page_keys(long)
+    store_pages(store, keys)
+    prefix_cache = PrefixCache(4, PAGE, store.fingerprint)
+    pages = prefix_cache.allocate(2)
+    prefix_cache.insert(long, pages)
+    prefix_cache.release(pages[:1])
+    prefix_cache.release(prefix_cache.allocate(3))  # gives the first page away while the second is held
+    prefix_cache.release(pages[1:])
+    short, whole = restore_prefixes(prefix_cache, store, [long[: PAGE + 1], long])
+    assert (len(short), len(whole)) == (1, 2)
+    assert whole[:1] == short
+    for page, key in zip(whole, keys, strict=True):
+        assert holds(store.cache, key, page)
+    prefix_cache.release(short)
+    prefix_cache.release(whole)
+    assert prefix_cache.available == 4
+
+
+def test_behind_a_common_page_that_is_damaged_nothing_is_restored(device: str) -> None:
+    backend = FakeBackend()
+    common, ends = prompt(1, 2 * PAGE), [[*prompt(seed, PAGE), 1] for seed in (2, 3)]
+    store = CacheStore(small_cache(8, device), memory_for(small_cache(), 8), "", backend)
+    for end in ends:
+        store_pages(store, [key for key in store.page_keys(common + end) if key not in backend.content])
+    store.memory.clear()
+    damaged = store.page_keys(common)[1]
+    backend.content[damaged] = bytes(len(backend.content[damaged]))
+    prefix_cache = PrefixCache(8, PAGE, store.fingerprint)
+    first, second = restore_prefixes(prefix_cache, store, [common + end for end in ends])
+    assert first == second
+    assert len(first) == 1
+    assert holds(store.cache, store.page_keys(common)[0], first[0])
+    for pages in (first, second):
+        prefix_cache.release(pages)
+    assert prefix_cache.available == 8
+
+
 def test_without_room_or_store_it_is_match_prefix() -> None:
     backend = FakeBackend()
     store = CacheStore(small_cache(), memory_for(small_cache(), 8), "", backend)

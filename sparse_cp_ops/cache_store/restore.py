@@ -15,7 +15,8 @@ def restore_prefixes(
     """Pages that hold the beginning of each prompt; what the device does not have comes from the store if it is there.
 
     Ranks may see a shared store at different moments, or read with different luck: they agree on what all of them have,
-    in two small collectives for the whole batch (none without a store). At least one token of each prompt is left.
+    in two small collectives for the whole batch (none without a store). At least one token of each prompt is left. What
+    several prompts begin with is restored once, into pages that all of them hold.
 
     Args:
         prefix_cache: owner of the device pages; the same fingerprint as the store's.
@@ -58,16 +59,28 @@ def _restore(
     visible = agree_on_minimum([store.match(keys) for keys in missing], group, device)
     targets: list[list[int]] = []
     restored: list[int] = []
+    behind: list[int] = []  # how many of a prompt's missing pages an earlier prompt restores
+    asked: set[bytes] = set()
     try:
         for keys, count in zip(missing, visible, strict=True):
-            targets.append(prefix_cache.allocate(min(count, prefix_cache.available)))
-            restored.append(store.read(keys[: len(targets[-1])], targets[-1]))
+            behind.append(sum(key in asked for key in keys[:count]))
+            targets.append(prefix_cache.allocate(min(count - behind[-1], prefix_cache.available)))
+            own = keys[behind[-1] :][: len(targets[-1])]
+            asked.update(own)
+            restored.append(store.read(own, targets[-1]))
         restored = agree_on_minimum(restored, group, device)
     except BaseException:
         for pages in targets:
             prefix_cache.release(pages)
         raise
-    for prompt, pages, fresh, count in zip(prompts, held, targets, restored, strict=True):
+    for prompt, pages, fresh, count, shared in zip(prompts, held, targets, restored, behind, strict=True):
+        if shared:  # offered by now, unless they could not be restored: then nothing behind them is of use
+            wanted = len(pages) + shared
+            matched = prefix_cache.match_prefix(prompt)  # may go on with pages that had lost their beginning
+            prefix_cache.release(pages + matched[wanted:])
+            pages[:] = matched[:wanted]
+            if len(pages) < wanted:
+                count = 0
         prefix_cache.release(fresh[count:])
         pages += fresh[:count]
         prefix_cache.insert(prompt[: len(pages) * page_size], pages)

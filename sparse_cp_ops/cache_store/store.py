@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -27,9 +26,10 @@ from sparse_cp_ops.cache_store.entry import EntryLayout, require_keys
 from sparse_cp_ops.cache_store.host_memory import HostMemory
 from sparse_cp_ops.cache_store.io_thread import IoThread
 from sparse_cp_ops.cache_store.prefix_cache import Tokens, page_keys
+from sparse_cp_ops.cache_store.stats import StoreStats
 from sparse_cp_ops.cache_store.writer import CacheWriter
 from sparse_cp_ops.kv_cache import PagedKvCache
-from sparse_cp_ops.ops._types import require_floats, require_ints
+from sparse_cp_ops.ops._types import require_ints, require_seconds
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -43,19 +43,6 @@ RETRY_SECONDS = 5.0
 
 # Memory that a copy may still write to when its store had to close: freeing it would be worse than keeping it.
 _abandoned: list[HostMemory] = []
-
-
-@dataclass
-class StoreStats:
-    """What a store did, in pages."""
-
-    stored: int = 0  # acknowledged by the backend, or visible in memory if there is none
-    refused: int = 0  # no room in host memory when they were to be copied
-    failed: int = 0  # copied, but not taken by the backend
-    memory_hits: int = 0
-    backend_hits: int = 0
-    damaged: int = 0
-    backend_errors: int = 0  # calls that failed or came too late
 
 
 class CacheStore:
@@ -101,10 +88,7 @@ class CacheStore:
         if not isinstance(cache, PagedKvCache):
             raise TypeError(f"CacheStore: cache: expected a PagedKvCache, got {type(cache).__name__}")
         require_ints("CacheStore", budget_bytes=budget_bytes)
-        require_floats("CacheStore", timeout=timeout, patience=patience)
-        for name, seconds in (("timeout", timeout), ("patience", patience)):
-            if not 0 <= seconds <= threading.TIMEOUT_MAX:
-                raise ValueError(f"CacheStore: {name}: expected 0 to {threading.TIMEOUT_MAX:.0f} s, got {seconds}")
+        require_seconds("CacheStore", timeout=timeout, patience=patience)
         self.cache = cache
         self.layout = EntryLayout(cache, model)
         self.fingerprint = self.layout.fingerprint
@@ -267,7 +251,9 @@ class CacheStore:
         Args:
             timeout: seconds; None = that of the store.
         """
-        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        timeout = self._timeout if timeout is None else timeout
+        require_seconds("CacheStore.flush", timeout=timeout)
+        deadline = time.monotonic() + timeout
         with self.memory.lock:
             while self._unfinished:
                 remaining = deadline - time.monotonic()
@@ -278,6 +264,7 @@ class CacheStore:
 
     def close(self, timeout: float = 5.0) -> None:
         """Finish what is being stored, but no longer than ``timeout`` seconds: drop the rest. Forget everything."""
+        require_seconds("CacheStore.close", timeout=timeout)
         if self._closed:
             return
         deadline = time.monotonic() + timeout

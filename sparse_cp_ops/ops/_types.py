@@ -1,5 +1,6 @@
 """Type checks of the wrappers' arguments."""
 
+import threading
 from typing import Any
 
 import torch
@@ -47,3 +48,11 @@ def require_strs(op: str, **arguments: Any) -> None:
             raise TypeError(f"{op}: {name}: expected str, got {type(value).__name__}")
         if not value.isprintable():
             raise ValueError(f"{op}: {name}: expected printable text, got {value!r}")
+
+
+def require_seconds(op: str, **times: float) -> None:
+    """Refuse times that nobody can wait for."""
+    require_floats(op, **times)
+    for name, seconds in times.items():
+        if not 0 <= seconds <= threading.TIMEOUT_MAX:
+            raise ValueError(f"{op}: {name}: expected 0 to {threading.TIMEOUT_MAX:.0f} s, got {seconds}")
