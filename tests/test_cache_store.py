@@ -151,6 +151,26 @@ def test_of_a_prompt_in_chunks_the_end_leaves_first(device: str) -> None:
         assert store.match(store.page_keys(prompt)) == left
 
 
+def test_a_prompt_longer_than_the_memory_keeps_its_beginning(device: str) -> None:
+    cache = random_cache(device)
+    store = CacheStore(cache, memory_for(cache, 3))
+    store_pages(store, keys_of(store, 3, seed=1), [6, 7, 8])
+    prompt = list(range(6 * PAGE))
+    table = torch.arange(6, dtype=torch.int32, device=device)[None]
+    for prefix, stored in ((0, 2), (2 * PAGE, 3), (4 * PAGE, 3)):
+        inputs = attention_inputs([2 * PAGE], [prefix], table)
+        writer = create_cache_writer(store, inputs, [prompt], [[0, 1, 2, 3, 4, 5]])
+        if writer is not None:
+            with writer:
+                for layer in range(3):
+                    writer.write_layer(layer)
+        assert store.flush()
+        assert store.match(store.page_keys(prompt)) == stored
+    assert store.stats.refused == 3
+    store_pages(store, keys_of(store, 3, seed=2), [6, 7, 8])  # another prompt takes the room as ever
+    assert store.match(keys_of(store, 3, seed=2)) == 3
+
+
 def test_what_is_no_key_or_comes_twice_is_refused_and_takes_no_room(device: str) -> None:
     cache = random_cache(device)
     store = CacheStore(cache, memory_for(cache, 2))

@@ -234,7 +234,10 @@ class CacheStore:
             known = self._writing.union(key for key in keys if key in self.memory)
             self.memory.touch(used)
         wanted = {key: page for key, page in zip(keys, pages, strict=True) if key not in known}
+        # Without a backend, what stands in front of the new pages must not make room for them: they need it.
+        needed = self.memory.find(dict.fromkeys(used)) if self._backend is None else {}
         slots = self.memory.take(len(wanted), self._patience)
+        self.memory.release(needed.values())
         if len(slots) < len(wanted):
             self.stats.refused += len(wanted) - len(slots)
             logger.warning("no room for %d of %d pages: they are not stored", len(wanted) - len(slots), len(wanted))
