@@ -233,6 +233,15 @@ def ranks_agree_on_what_a_store_has(group: comm.CpGroup) -> None:
     assert comm.agree_on_minimum([digest, -digest], group, torch.device("cpu")) == [digest, -digest]
     # The device has them now.
     assert prefix_cache.match_prefix(prompts[0]) == held[0]
+    # Ranks with different numbers of prompts: an error on all of them, and nothing is held.
+    available = prefix_cache.available
+    for count in (0, 1):
+        with pytest.raises(ValueError, match=f"as many on all ranks, got {count} to {count + 1}"):
+            restore_prefixes(prefix_cache, store, [[6] * PAGE] * (count + odd), group)
+    assert prefix_cache.available == available
+    many = [group.rank * 1000 + value for value in range(100)]
+    for given in (many[:62], many[:63], many, []):
+        assert comm.agree_on_minimum(given, group, torch.device("cpu")) == list(range(len(given)))
 
 
 def get_mla_impl_checks_the_group(group: comm.CpGroup) -> None:

@@ -213,12 +213,25 @@ def require_agreement(digest: int, group: CpGroup, device: torch.device) -> None
 
 
 def agree_on_minimum(values: list[int], group: CpGroup, device: torch.device) -> list[int]:
-    """The smallest of each value on any rank. The host waits for it: it is for decisions between forwards."""
-    if group.size == 1 or not values:
+    """The smallest of each value on any rank. The host waits for it: it is for decisions between forwards.
+
+    Raises:
+        ValueError: ranks gave different numbers of values; all of them raise it.
+    """
+    if group.size == 1:
         return values
-    smallest = torch.tensor(values, dtype=torch.int64, device=device)
-    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group.process_group)
-    return [int(value) for value in smallest.tolist()]
+    count, first = len(values), 62
+
+    def smallest(given: list[int]) -> list[int]:
+        on_device = torch.tensor(given, dtype=torch.int64, device=device)
+        dist.all_reduce(on_device, dist.ReduceOp.MIN, group=group.process_group)
+        return [int(value) for value in on_device.tolist()]
+
+    # Always 64 numbers at first, so that ranks with different counts meet in the same collective and learn of it.
+    fewest, most, *agreed = smallest([count, -count, *values[:first], *[0] * (first - count)])
+    if fewest != -most:
+        raise ValueError(f"agree_on_minimum: values: expected as many on all ranks, got {fewest} to {-most} of them")
+    return agreed[:count] + (smallest(values[first:]) if count > first else [])
 
 
 class BlockGather:
