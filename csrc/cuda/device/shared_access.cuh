@@ -77,9 +77,4 @@ __device__ __forceinline__ float4 cluster_f32x4(uint32_t address) {
   return x;
 }
 
-// All running threads of all blocks of the cluster meet; what they wrote to shared memory before is visible behind.
-__device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 }  // namespace sparse_cp_ops

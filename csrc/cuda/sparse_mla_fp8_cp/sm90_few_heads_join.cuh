@@ -2,6 +2,7 @@
 // All sums have a fixed order.
 #pragma once
 
+#include "../device/cluster.cuh"
 #include "sm90_few_heads_consumer.cuh"
 
 namespace sparse_cp_ops {
