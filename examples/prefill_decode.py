@@ -29,6 +29,7 @@ PAGE_SIZE = 16
 # Ranks that wait for one that failed get an error within this time.
 GROUP_TIMEOUT = datetime.timedelta(seconds=60)
 DEADLINE = 300.0  # seconds for each group of processes
+FLUSH_SECONDS = 60.0  # until the store has acknowledged all pages, each of which a file store fsyncs
 # float64: a GEMM's rounding depends on the number of rows by 1e-16 only; anything above this is a fault.
 BOUND = 1e-9
 
@@ -76,7 +77,7 @@ def prefill(rank: int, settings: Settings, folder: str) -> None:
     requests, _ = model.prefill(settings.prompts)
     seconds = time.perf_counter() - start
     assert model.store is not None
-    complete = model.store.flush()
+    complete = model.store.flush(FLUSH_SECONDS)
     full = [request.pages[: len(request.tokens) // PAGE_SIZE] for request in requests]
     report = {
         "seconds": seconds,

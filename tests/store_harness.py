@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from sparse_cp_ops.cache_store import CacheStore
+from sparse_cp_ops.cache_store import CacheStore, CacheWriter
 from sparse_cp_ops.cache_store.backend import BackendError
 from sparse_cp_ops.cache_store.entry import EntryLayout
 from sparse_cp_ops.kv_cache import PagedKvCache
 
 PAGE = 16
 LAYERS = (True, False, True)
+# Only what hangs takes so long: each page costs three fsyncs, which on a busy disk may take 100 ms each.
+FLUSH_SECONDS = 120.0
 
 
 def small_cache(pages: int = 8, device: str = "cpu", layers: Sequence[bool] = LAYERS) -> PagedKvCache:
@@ -65,16 +68,30 @@ def untouched(cache: PagedKvCache, page: int) -> bool:
     return all(bool(layer[page].eq(255).all()) for layer in (*cache.mla, *cache.indexer) if layer is not None)
 
 
-def store_pages(store: CacheStore, keys: Sequence[bytes]) -> list[bytes]:
-    """Write pages through the device and wait; the acknowledged keys."""
+def write_pages(store: CacheStore, keys: Sequence[bytes]) -> CacheWriter:
+    """Write pages through the device; the finished writer."""
     fill(store.cache, keys, range(len(keys)))
     writer = store.writer(keys, range(len(keys)))
     assert writer is not None
     with writer:
         for layer in range(store.cache.num_layers):
             writer.write_layer(layer)
-    assert store.flush()
+    return writer
+
+
+def store_pages(store: CacheStore, keys: Sequence[bytes]) -> list[bytes]:
+    """Write pages through the device and wait; the acknowledged keys."""
+    writer = write_pages(store, keys)
+    assert store.flush(FLUSH_SECONDS)
     return writer.acknowledged
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """For what another thread does without telling anybody."""
+    deadline = time.monotonic() + FLUSH_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def read_back(store: CacheStore, keys: Sequence[bytes]) -> int:
@@ -93,6 +110,8 @@ class FakeBackend:
         self.content: dict[bytes, bytes] = {}
         self.open_gate = threading.Event()
         self.open_gate.set()
+        self.put_gate = threading.Event()
+        self.put_gate.set()
         self.failing = False
         self.room: int | None = None
         self.calls = 0
@@ -109,6 +128,7 @@ class FakeBackend:
         return [key in self.content for key in keys]
 
     def put(self, entries: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+        self.put_gate.wait()
         self._pass()
         taken = []
         for key, content in entries:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from store_harness import (
+    FLUSH_SECONDS,
     LAYERS,
     FakeBackend,
     content_of,
@@ -19,13 +20,17 @@ from store_harness import (
     small_cache,
     store_pages,
     untouched,
+    wait_until,
     wipe,
+    write_pages,
 )
 
 from sparse_cp_ops.cache_store import CacheStore
 from sparse_cp_ops.cache_store import store as store_module
 from sparse_cp_ops.cache_store.entry import HEADER_BYTES, EntryLayout
 from sparse_cp_ops.kv_cache import PagedKvCache
+
+Seal = Callable[[memoryview, bytes], None]
 
 
 @pytest.fixture
@@ -34,11 +39,12 @@ def backend() -> Iterator[FakeBackend]:
     fake = FakeBackend()
     yield fake
     fake.open_gate.set()
+    fake.put_gate.set()
 
 
 def new_store(backend: FakeBackend, pages: int = 8, device: str = "cpu", **options: float) -> CacheStore:
     cache = small_cache(8, device)
-    return CacheStore(cache, memory_for(cache, pages), "", backend, **{"timeout": 5.0, **options})
+    return CacheStore(cache, memory_for(cache, pages), "", backend, **{"timeout": FLUSH_SECONDS, **options})
 
 
 def test_another_process_finds_what_was_acknowledged(device: str, backend: FakeBackend) -> None:
@@ -328,6 +334,77 @@ def test_what_waits_for_a_hanging_backend_is_bounded_by_the_memory(backend: Fake
     assert writer.acknowledged == first
     assert store_pages(store, second) == second
     assert_all_room_can_be_had(store)
+
+
+def test_pages_can_be_read_while_the_backend_is_busy_with_earlier_ones(backend: FakeBackend) -> None:
+    store = new_store(backend)
+    backend.put_gate.clear()
+    chunks = [keys_of(store, 2, seed) for seed in range(3)]
+    writers = [write_pages(store, chunk) for chunk in chunks]
+    wait_until(lambda: all(key in store.memory for key in chunks[-1]))
+    for chunk in chunks:
+        assert read_back(store, chunk) == 2
+    assert not store.flush(0.0)
+    assert store.stats.stored == 0
+    others = store.writer(keys_of(store, 8, seed=9), range(8))
+    assert others is not None
+    assert len(others.keys) == 2  # what the backend has not got yet keeps its memory
+    others.abort()
+    backend.put_gate.set()
+    assert store.flush()
+    assert [writer.acknowledged for writer in writers] == chunks
+    assert store.stats.stored == 6
+    assert_all_room_can_be_had(store)
+
+
+def test_pages_that_cannot_be_sealed_are_dropped(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever of them it is: those before it, in batches before its own, are stored, and all room comes back."""
+    monkeypatch.setattr(store_module, "BATCH", 2)
+    for victim, stored in enumerate((0, 0, 2, 2)):
+        store = new_store(backend)
+        keys, seal = keys_of(store, 4, seed=victim), store.layout.seal
+
+        def failing(entry: memoryview, key: bytes, refused: bytes = keys[victim], seal: Seal = seal) -> None:
+            if key == refused:
+                raise RuntimeError("not this one")
+            seal(entry, key)
+
+        with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+            patched.setattr(store.layout, "seal", failing)
+            assert store_pages(store, keys) == keys[:stored]
+        assert f"{4 - stored} pages are dropped before they were sealed" in caplog.text
+        assert (store.stats.stored, store.stats.failed) == (stored, 4 - stored)
+        assert store_pages(store, [key for key in keys if key not in store.memory]) == keys[victim:]
+        assert read_back(store, keys) == 4
+        assert_all_room_can_be_had(store)
+
+
+def test_what_is_sealed_after_closing_reaches_no_closed_backend(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(store_module, "BATCH", 1)
+    store = new_store(backend)
+    sealing, may_seal, seal = threading.Event(), threading.Event(), store.layout.seal
+
+    def slow(entry: memoryview, key: bytes) -> None:
+        sealing.set()
+        may_seal.wait()
+        seal(entry, key)
+
+    monkeypatch.setattr(store.layout, "seal", slow)
+    writer = write_pages(store, keys_of(store, 3))
+    assert sealing.wait(FLUSH_SECONDS)
+    with caplog.at_level(logging.WARNING):
+        store.close(timeout=0.1)
+    assert "pages may be lost" in caplog.text
+    assert "closed while its backend is busy" in caplog.text
+    may_seal.set()
+    wait_until(lambda: backend.closed)
+    assert writer.acknowledged == []
+    assert backend.content == {}
+    assert store.stats.failed == 3
 
 
 def test_a_patient_writer_waits_for_room(backend: FakeBackend) -> None:

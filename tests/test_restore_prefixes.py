@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf_reference import small_model
-from store_harness import PAGE, FakeBackend, holds, memory_for, small_cache, store_pages, wipe
+from store_harness import FLUSH_SECONDS, PAGE, FakeBackend, holds, memory_for, small_cache, store_pages, wipe
 
 from sparse_cp_ops.cache_store import CacheStore, PrefixCache, restore_prefixes
 from sparse_cp_ops.integrations.transformers import SparseCpModel
@@ -149,11 +149,11 @@ def test_a_model_reuses_what_another_one_has_stored(tmp_path: Path, device: str)
     assert requests[0].prefix_hit == 0
     writing.release(requests)
     writing.release(writing.prefill([other])[0])  # takes all pages of the device
+    assert writing.store is not None
+    assert writing.store.flush(FLUSH_SECONDS)
     requests, again = writing.prefill([long])
     assert requests[0].prefix_hit == 144
     torch.testing.assert_close(again, expected, rtol=0, atol=1e-9)
-    assert writing.store is not None
-    assert writing.store.flush()
     assert writing.store.stats.refused == writing.store.stats.failed == 0
     reading = SparseCpModel(model, store_url=url, model_id="m", **sizes)
     requests, again = reading.prefill([long])

@@ -48,8 +48,9 @@ _abandoned: list[HostMemory] = []
 class CacheStore:
     """A byte budget of host memory (pinned beside CUDA caches), with or without a backend behind it.
 
-    Pages are copied on the store's own stream, sealed and handed on by a thread of its own; a page leaves the memory,
-    the least recently used first, only when the backend has it or has refused it. What finds no room is not stored.
+    Pages are copied on the store's own stream, sealed and shown by one thread and handed to the backend by another; a
+    page leaves the memory, the least recently used first, only when the backend has it or has refused it. What finds no
+    room is not stored.
     Reads look into the memory, then into the backend. One thread at a time may use a store.
 
     Attributes:
@@ -110,7 +111,9 @@ class CacheStore:
         self._given_up: deque[tuple[Any, Sequence[bytes], Sequence[int]]] = deque()
         self._unfinished = 0  # finished writers whose pages are not acknowledged yet
         self._closed = False
-        # One for each direction: a read never waits for what is being stored.
+        # One for each direction: a read never waits for what is being stored. One in front of the sending one: pages can
+        # be read in this process however slowly the backend takes those before them.
+        self._sealer = IoThread("cache-store-seal")
         self._sender, self._receiver = IoThread("cache-store-send"), IoThread("cache-store-receive")
         self._checkers = concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1), "cache-store-check")
 
@@ -283,7 +286,7 @@ class CacheStore:
                 finally:
                     gone.set()
 
-            self._receiver.submit(lambda: self._sender.submit(close_backend))
+            self._receiver.submit(lambda: self._sealer.submit(lambda: self._sender.submit(close_backend)))
         while self._copies_run() and time.monotonic() < deadline:
             time.sleep(0.001)
         if self._copies_run():
@@ -328,10 +331,10 @@ class CacheStore:
 
     def publish(self, writer: CacheWriter, copied: Any) -> None:
         """Seal a complete writer's pages once they have arrived, show them, and hand them to the backend."""
+        keys, slots, used, acknowledged = writer.keys, writer.slots, writer.used, writer.acknowledged
         with self.memory.lock:
             self._unfinished += 1
-        keys, slots, used, acknowledged = writer.keys, writer.slots, writer.used, writer.acknowledged
-        self._sender.submit(lambda: self._publish(keys, slots, used, acknowledged, copied))
+        self._sealer.submit(lambda: self._seal(keys, slots, used, acknowledged, copied))
 
     def give_back(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Room of a writer that gave up; the garbage collector may call this in the middle of any other method."""
@@ -352,37 +355,58 @@ class CacheStore:
 
     # ---- storing ----
 
-    def _publish(
+    def _seal(
         self, keys: list[bytes], slots: list[int], used: Sequence[bytes], acknowledged: list[bytes], copied: Any
     ) -> None:
-        """On the sending thread."""
+        """On the sealing thread: show pages as soon as they have arrived, batch after batch, and have them sent."""
+        sent = 0
         try:
             while copied is not None and not copied.query():
                 if self._closed:
                     return
                 time.sleep(0.0002)  # a tenth of the time in which 50 MB arrive over PCIe
-            for start in range(0, len(keys), BATCH):
-                batch = list(zip(keys[start : start + BATCH], slots[start : start + BATCH], strict=True))
+            while sent < len(keys) and not self._closed:
+                batch = list(zip(keys[sent : sent + BATCH], slots[sent : sent + BATCH], strict=True))
                 for key, slot in batch:
                     self.layout.seal(self.memory.bytes_of(slot), key)
                     self.memory.show(key, slot)
                 self.memory.touch(used)
                 with self.memory.lock:
                     self._writing.difference_update(key for key, _ in batch)
-                stored = self._send(batch)
-                with self.memory.lock:
-                    acknowledged += stored
-                    self.stats.stored += len(stored)
-                    self.stats.failed += len(batch) - len(stored)
-                    self.memory.release(slot for _, slot in batch)
-            if self._backend is not None and acknowledged:
+                self._sender.submit(lambda batch=batch: self._send(batch, acknowledged))  # type: ignore[misc]
+                sent += len(batch)
+        finally:
+            if left := len(keys) - sent:
+                logger.warning("%d pages are dropped before they were sealed", left)
+            with self.memory.lock:
+                self._writing.difference_update(keys[sent:])
+                self.stats.failed += left
+                self.memory.release(slots[sent:])
+            self._sender.submit(lambda: self._end_sending(used, acknowledged))
+
+    def _send(self, batch: Sequence[tuple[bytes, int]], acknowledged: list[bytes]) -> None:
+        """On the sending thread: hand sealed pages to the backend; their memory may be used again behind that."""
+        stored: list[bytes] = []
+        try:
+            stored = self._put(batch)
+        finally:
+            with self.memory.lock:
+                acknowledged += stored
+                self.stats.stored += len(stored)
+                self.stats.failed += len(batch) - len(stored)
+                self.memory.release(slot for _, slot in batch)
+
+    def _end_sending(self, used: Sequence[bytes], acknowledged: Sequence[bytes]) -> None:
+        """On the sending thread, behind the last batch of a writer."""
+        try:
+            if self._backend is not None and acknowledged and not self._closed:
                 self._backend.touch(used)
         finally:
             with self.memory.lock:
                 self._unfinished -= 1
                 self.memory.lock.notify_all()
 
-    def _send(self, batch: Sequence[tuple[bytes, int]]) -> list[bytes]:
+    def _put(self, batch: Sequence[tuple[bytes, int]]) -> list[bytes]:
         """The keys that the backend has acknowledged."""
         if self._backend is None:
             return [key for key, _ in batch]
