@@ -111,8 +111,8 @@ class CacheStore:
         self._given_up: deque[tuple[Any, Sequence[bytes], Sequence[int]]] = deque()
         self._unfinished = 0  # finished writers whose pages are not acknowledged yet
         self._closed = False
-        # One for each direction: a read never waits for what is being stored. One in front of the sending one: pages can
-        # be read in this process however slowly the backend takes those before them.
+        # One for each direction: a read never waits for what is being stored. One in front of the sending one: pages
+        # can be read in this process however slowly the backend takes those before them.
         self._sealer = IoThread("cache-store-seal")
         self._sender, self._receiver = IoThread("cache-store-send"), IoThread("cache-store-receive")
         self._checkers = concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1), "cache-store-check")
