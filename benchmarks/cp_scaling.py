@@ -3,8 +3,9 @@
     python benchmarks/cp_scaling.py --ranks 2
 
 Starts one process a rank. The checks are the cases of the distributed tests; the layer has the dimensions of
-DeepSeek-V3.2 and random weights. ``--device cpu`` runs the same steps over gloo at tiny sizes. Results are written to
-``benchmarks/results/<device>x<ranks>`` .md, .json and .png as they come.
+DeepSeek-V3.2 and random weights. ``--device cpu`` runs the same steps over gloo at tiny sizes, but for the cases that
+need GPUs, which it names. Results are written to ``benchmarks/results/<device>x<ranks>`` .md, .json and .png as they
+come.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -35,28 +37,74 @@ BATCHES = {
     "cpu": ["256", "512", "64+256"],
     "cuda": ["32768", "131072", "8192", "65536", "256", "512", "1024", "2048", "4096", "128+65536", "512+65536"],
 }
-LONG_BATCH = "524288"  # where there are enough GPUs to share its activations
+# In the third place where there are so many GPUs that a rank has no more rows than one GPU takes at once.
+LONG_BATCH, RANKS_FOR_IT = "524288", 4
+# Processes of the checks at a time. GPUs: the seven groups of two ranks were seen to get along; with more ranks it is
+# rare that all processes of a group have their GPUs at the same moment, and the others' kernels spin meanwhile.
+# CPU: three a core, so that starting one does not take the timeout of those that wait for it.
+CHECKS_AT_ONCE = {"cpu": 3 * (os.cpu_count() or 1), "cuda": 24}
 # Of the budget; what is not finished by then is ended, so that something is left for the measurements.
 CHECKS_SHARE = 0.6
 # Processes that have told all they know are ended after this time.
 GRACE_SECONDS = 20.0
 
 
-def check_cases(ranks: int, device: str, folder: Path, results: Results, parts: Sequence[str], deadline: float) -> None:
-    """The cases of the tests, each group of them in processes of its own, all side by side."""
-    # Not at the top: ranks import this module too, and those that measure do without torch._dynamo.
-    from distributed_cases import ANY_DEVICE
-    from failure_cases import FAILING_RANK, complaint, different_batches_on_gpus
-    from gpu_cases import GPU_GROUPS
+@dataclass
+class Checks:
+    """The cases of the tests that are to run.
 
-    groups: list[list[Case]] = []
-    failing: list[Case] = []
-    if "correctness" in parts:
-        groups += GPU_GROUPS if device == "cuda" else [ANY_DEVICE]
-    if "failure" in parts:
-        failing += FAILING_RANK if device == "cpu" else [*FAILING_RANK, different_batches_on_gpus]
+    Attributes:
+        groups: cases that hold on all ranks; each group has processes of its own.
+        failing: cases that end processes, one a group.
+        left_out: names of those that other devices run.
+    """
+
+    groups: list[list[Case]]
+    failing: list[Case]
+    left_out: list[str]
+
+    @classmethod
+    def of(cls, device: str, parts: Sequence[str], only: Sequence[str] | None) -> Checks:
+        """What the parts consist of on a device; ``only`` the named cases, if names are given.
+
+        Raises:
+            ValueError: there is no case of a given name.
+        """
+        # Not at the top: ranks import this module too, and those that measure do without torch._dynamo.
+        from distributed_cases import CPU_GROUPS
+        from failure_cases import FAILING_RANK, different_batches_on_gpus
+        from gpu_cases import GPU_GROUPS
+
+        on_gpus = (GPU_GROUPS, [*FAILING_RANK, different_batches_on_gpus])
+        groups, failing = on_gpus if device == "cuda" else (CPU_GROUPS, FAILING_RANK)
+        known = _names(groups, failing)
+        left_out = [name for name in _names(*on_gpus) if name not in known]
+        if only is not None:
+            if unknown := [name for name in only if name not in known]:
+                raise ValueError(f"expected some of {', '.join(known)}, got {', '.join(unknown)}")
+            groups = [[case for case in group if case.__name__ in only] for group in groups]
+            failing = [case for case in failing if case.__name__ in only]
+        return cls(
+            [group for group in groups if group] if "correctness" in parts else [],
+            failing if "failure" in parts else [],
+            left_out,
+        )
+
+
+def _names(groups: Sequence[Sequence[Case]], failing: Sequence[Case]) -> list[str]:
+    return list(dict.fromkeys(case.__name__ for group in [*groups, failing] for case in group))
+
+
+def check_cases(
+    checks: Checks, ranks: int, device: str, folder: Path, results: Results, parts: Sequence[str], deadline: float
+) -> None:
+    """Run them and file how they ended."""
+    from failure_cases import complaint
+
+    groups, failing = checks.groups, checks.failing
     all_cases = [*groups, *([case] for case in failing)]
-    ended = run_groups(ranks, all_cases, folder, device, max(0.0, deadline - time.time()))
+    at_once = max(1, CHECKS_AT_ONCE[device] // ranks)
+    ended = run_groups(ranks, all_cases, folder, device, max(0.0, deadline - time.time()), at_once)
     for endings, cases in zip(ended[: len(groups)], groups, strict=True):
         for case, reports in results_of(endings, cases).items():
             different = dict.fromkeys(report for report in reports if report)
@@ -70,6 +118,7 @@ def check_cases(ranks: int, device: str, folder: Path, results: Results, parts: 
         wrong = complaint(endings, case, device).replace("|", "/")
         results.failures[case.__name__] = (f"{WRONG}{wrong}. " if wrong else "") + "; ".join(how)
     results.checked |= dict.fromkeys({"correctness", "failure"} & set(parts), now())
+    results.left_out = checks.left_out
     for name, outcome in (results.correctness | results.failures).items():
         print(f"{name}: {outcome}", flush=True)
     results.write()
@@ -150,6 +199,9 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", nargs="+", help="batches in the order of measuring: NEW or NEW+PREFIX tokens")
     parser.add_argument("--parts", nargs="+", choices=["correctness", "failure", "scaling"], default=None)
+    parser.add_argument(
+        "--cases", nargs="+", help="of correctness and failure, these alone (with an --output of its own)"
+    )
     parser.add_argument("--budget-seconds", type=float, default=900.0, help="nothing is begun after it")
     parser.add_argument("--output", type=Path, help="path of the result files, without a suffix")
     arguments = parser.parse_args()
@@ -162,16 +214,24 @@ def main() -> int:
     name = torch.cuda.get_device_name(0).split()[-1] if device == "cuda" else "CPU"
     parts = arguments.parts or ["correctness", "failure", "scaling"]
     results = Results(arguments.output or ROOT / "benchmarks" / "results" / f"{name}x{ranks}", ranks, parts)
-    tokens = arguments.tokens or [*BATCHES[device], *([LONG_BATCH] if ranks >= 8 and device == "cuda" else [])]
+    try:
+        checks = Checks.of(device, parts, arguments.cases)
+    except ValueError as error:
+        parser.error(f"--cases: {error}")
+    tokens = list(BATCHES[device])
+    if device == "cuda" and ranks >= RANKS_FOR_IT:
+        tokens.insert(2, LONG_BATCH)
+    tokens = arguments.tokens or tokens
     measured = True
     batches = tuple(parse_batch(batch) for batch in tokens)
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the spawned processes
     with tempfile.TemporaryDirectory() as folder:
-        if set(parts) - {"scaling"}:
+        if checks.groups or checks.failing:
             own = Path(folder, "cases")
             own.mkdir()
             share = CHECKS_SHARE if "scaling" in parts else 1.0
-            check_cases(ranks, device, own, results, parts, start + share * arguments.budget_seconds)
+            deadline = start + share * arguments.budget_seconds
+            check_cases(checks, ranks, device, own, results, parts, deadline)
             print(f"checks: {time.time() - start:.0f} s", flush=True)
         if "scaling" in parts:
             deadline = start + arguments.budget_seconds

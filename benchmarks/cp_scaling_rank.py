@@ -186,15 +186,19 @@ class Batch:
     def whole(self) -> Callable[[], Tensor]:
         """The layer on this rank alone, in chunks of at most CHUNK_TOKENS."""
         layer, impl = self.bench.layer, get_mla_impl(self.bench.config, ParallelismConfig())
-        starts = range(0, self.tokens, CHUNK_TOKENS)
+
+        def chunk(start: int) -> Tensor:
+            rows = self.hidden[start : start + CHUNK_TOKENS]
+            out: Tensor = layer(rows, self.cache, impl, impl.prepare(self.inputs(len(rows), self.prefix + start)))[0]
+            return out
 
         def run() -> Tensor:
-            outs = []
-            for start in starts:
-                rows = self.hidden[start : start + CHUNK_TOKENS]
-                plan = impl.prepare(self.inputs(len(rows), self.prefix + start))
-                outs.append(layer(rows, self.cache, impl, plan)[0])
-            return outs[0] if len(outs) == 1 else torch.cat(outs)
+            if self.tokens <= CHUNK_TOKENS:
+                return chunk(0)
+            outs = torch.empty_like(self.hidden)
+            for start in range(0, self.tokens, CHUNK_TOKENS):
+                outs[start : start + CHUNK_TOKENS] = chunk(start)
+            return outs
 
         return run
 
@@ -221,21 +225,24 @@ def measure_layer(bench: RankBench, tokens: int, prefix: int, report: Callable[[
         row[name] = bench.milliseconds(run)
         report(row)
 
-    def peak(run: Callable[[], Tensor]) -> tuple[Tensor, float]:
+    def peak(run: Callable[[], Tensor], for_comparison: Sequence[Tensor] = ()) -> tuple[Tensor, float]:
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         out = run()
-        return out, (torch.cuda.max_memory_allocated() if cuda else 0) / 2**30
+        peak_bytes = torch.cuda.max_memory_allocated() - sum(x.nbytes for x in for_comparison) if cuda else 0
+        return out, peak_bytes / 2**30
 
     run = batch.whole()
     expected, gib = peak(run)
     row["one_gpu_gib"] = max(bench.of_all_ranks(gib))
     measured("one_gpu_ms", run)
+    if not bench.has_time():
+        return
 
     run, token_ids = batch.shared("zigzag", overlap, bench.plain)
-    out, gib = peak(run)
-    row["cp_gib"] = max(bench.of_all_ranks(gib))
+    out, gib = peak(run, [batch.hidden, expected])
+    row["rank_gib"] = max(bench.of_all_ranks(gib))
     mine = token_ids >= 0
     reference = expected[token_ids[mine]].float()
     row["difference"] = max(bench.of_all_ranks(float((out[mine].float() - reference).norm() / reference.norm())))

@@ -52,6 +52,7 @@ class Results:
         self.correctness: dict[str, str] = {} if "correctness" in parts else before.get("correctness", {})
         self.failures: dict[str, str] = {} if "failure" in parts else before.get("failures", {})
         self.checked: dict[str, str] = before.get("checked", {})  # part -> date
+        self.left_out: list[str] = before.get("left_out", [])  # cases that need another device
         self.conditions: dict[str, str] = measured_before.get("conditions", {})
         self.rows: list[dict[str, Any]] = measured_before.get("rows", [])
         self.timeline: dict[str, Any] = measured_before.get("timeline", {})
@@ -82,7 +83,8 @@ class Results:
     def markdown(self) -> str:
         """All tables."""
         name = self.output.name
-        parts = [f"# Context parallelism on {name}", ", ".join(f"{k} {v}" for k, v in self.conditions.items())]
+        parts = [f"# Context parallelism on {name}", *self._of_fewer_ranks()]
+        parts += [", ".join(f"{k} {v}" for k, v in self.conditions.items())]
         if self.correctness:
             table = _table(["case", "all ranks"], [[case, result] for case, result in self.correctness.items()])
             parts += ["## The bits of one rank", *self._when("correctness"), table]
@@ -92,9 +94,9 @@ class Results:
                 "Medians in ms of the slowest rank, all ranks starting together; one GPU: the fastest of them, all "
                 "running the whole batch at once. Speed-up: one GPU over the faster split. Exposed: what the layer "
                 "takes longer than one whose gather takes no time. In line, registered: zigzag. Balance: slowest over "
-                "mean of the ranks without gathers. Memory: peak of the allocator, the inputs of the whole batch "
-                "included. Difference: norm of the output's difference to one GPU, relative (the GEMMs round "
-                "differently with the row count).",
+                "mean of the ranks without gathers. Memory: peak of the allocator, on a rank without the hidden "
+                "states and outputs of the whole batch that are there for the comparison. Difference: norm of the "
+                "output's difference to one GPU, relative (the GEMMs round differently with the row count).",
                 _table(LAYER_COLUMNS, [layer_cells(row) for row in self.rows]),
                 "## One gather",
                 "Alone, back to back. Rate: bytes that a rank receives over time.",
@@ -113,7 +115,16 @@ class Results:
                 [[case, saw] for case, saw in self.failures.items()],
             )
             parts += ["## One rank fails in the middle of a forward", *self._when("failure"), table]
-        return "\n\n".join([*parts, *self.notes]) + "\n"
+        if self.left_out:
+            parts.append(f"Not run, as they need GPUs, like the columns without values: {', '.join(self.left_out)}.")
+        return "\n\n".join([*filter(None, parts), *self.notes]) + "\n"
+
+    def _of_fewer_ranks(self) -> list[str]:
+        """Links to the results beside this file."""
+        machine = self.output.name.removesuffix(f"x{self.ranks}")
+        files = [f"{machine}x{ranks}.md" for ranks in range(2, self.ranks)]
+        links = [f"[{file.removesuffix('.md')}]({file})" for file in files if (self.output.parent / file).exists()]
+        return [f"Fewer ranks: {', '.join(links)}."] if links else []
 
     def _when(self, part: str) -> list[str]:
         return [f"Run on {self.checked[part]}."] if part in self.checked else []
@@ -155,7 +166,7 @@ def layer_cells(row: dict[str, Any]) -> list[str]:
         *(_exposed(slowest[f"{split}_ms"], slowest[f"{split}_silent_ms"]) for split in ("zigzag", "interleave")),
         *(_ms(slowest[name]) for name in ("in_line_ms", "registered_ms")),
         *(_balance(row.get(name)) for name in ("zigzag_silent_ms", "interleave_silent_ms")),
-        *(f"{row[name]:.1f}" if row.get(name) else NOT_MEASURED for name in ("one_gpu_gib", "cp_gib")),
+        *(f"{row[name]:.1f}" if row.get(name) else NOT_MEASURED for name in ("one_gpu_gib", "rank_gib")),
         f"{row['difference']:.1e}" if "difference" in row else NOT_MEASURED,
         f"{min(clocks):.0f}-{max(clocks):.0f}" if clocks else NOT_MEASURED,
     ]

@@ -41,13 +41,15 @@ def prefill_of_mixed_batches(group: comm.CpGroup) -> None:
 
 
 def chunks_and_decode(group: comm.CpGroup) -> None:
-    for decode_mode in ("replicated", "batch_slice"):
+    for decode_mode, split in (("replicated", "zigzag"), ("batch_slice", "interleave")):
         totals = [80, 23, 1 + 2 * PAGE]
         scenario = new_scenario(totals)
-        one, many = one_rank(scenario), new_rank(scenario, group, decode_mode=decode_mode)
+        one, many = one_rank(scenario), new_rank(scenario, group, decode_mode=decode_mode, split=split)
         expected = run(one, scenario, totals, [0, 0, 0])
         done = [0, 0, 0]
-        for chunk, is_prefill in [([50, 0, 3], True), ([20, 13, 20], True), *[([1, 1, 1], False)] * 10]:
+        # The second chunk is one token behind a prefix: the other ranks have none.
+        chunks = ([50, 0, 3], [1, 0, 0], [19, 13, 20])
+        for chunk, is_prefill in [*((chunk, True) for chunk in chunks), *[([1, 1, 1], False)] * 10]:
             result = run(many, scenario, chunk, done, is_prefill)
             assert_bitwise(result, expected, scenario.rows(chunk, done))
             done = [start + new for start, new in zip(done, chunk, strict=True)]
@@ -66,17 +68,17 @@ def an_abandoned_gather_leaves_nothing_behind(group: comm.CpGroup) -> None:
 
 
 def compiled_steps_are_one_graph(group: comm.CpGroup) -> None:
-    """The functional gather, fullgraph, at most 2 recompiles over many lengths, and the bits of the eager run."""
+    """The functional gather, fullgraph, at most 2 recompiles over many lengths, and the bits of one rank."""
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(layers, fullgraph=True, backend=counter)
     for length in range(2, 30):
         scenario = new_scenario([length, 3])
-        eager, traced = new_rank(scenario, group), new_rank(scenario, group)
+        one, many = one_rank(scenario), new_rank(scenario, group, split=("zigzag", "interleave")[length % 2])
         lens, zeros = [length, 3], [0, 0]
         with torch.no_grad():
-            expected = run(eager, scenario, lens, zeros)
-            assert_bitwise(run(traced, scenario, lens, zeros, step=compiled), expected)
-        assert_cache_equal(traced.cache, eager.cache)
+            results = run(many, scenario, lens, zeros, step=compiled)
+            assert_bitwise(results, run(one, scenario, lens, zeros))
+        assert_cache_equal(many.cache, one.cache)
     assert counter.frame_count <= 3, counter.frame_count
 
 
@@ -287,3 +289,9 @@ FOUR_RANKS: list[Case] = [
     ranks_agree_on_what_a_store_has,
 ]
 TWO_RANKS: list[Case] = [*FOUR_RANKS, compiled_steps_are_one_graph, a_rank_that_fails_between_two_collectives]
+# All of them for processes that run side by side, as GPU_GROUPS are.
+CPU_GROUPS: list[list[Case]] = [
+    FOUR_RANKS,
+    [compiled_steps_are_one_graph],
+    [a_rank_that_fails_between_two_collectives],
+]

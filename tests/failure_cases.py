@@ -15,15 +15,17 @@ import torch.distributed as dist
 from cp_harness import attention_inputs
 from distributed_cases import SHORT_TIMEOUT
 from process_groups import Ending
-from rank_process import GROUP_TIMEOUT, Case, new_rank, new_scenario, synchronize
+from rank_process import GROUP_TIMEOUT, Case, new_rank, new_scenario, run, synchronize
 
 from sparse_cp_ops.context_parallel import collectives as comm
 
 
 def _a_second_layer_without_rank_0(fail: Callable[[], None], group: comm.CpGroup) -> None:
+    scenario = new_scenario([20])
+    # A forward under the long timeout first: what is loaded at the first use can take longer than the short one.
+    run(new_rank(scenario, group), scenario, [20], [0])
     short = dist.new_group(timeout=SHORT_TIMEOUT)
     assert isinstance(short, dist.ProcessGroup)
-    scenario = new_scenario([20])
     many = new_rank(scenario, comm.CpGroup.of(short))
     plan = many.op.plan(attention_inputs([20], [0], scenario.block_table))
     rows = [many.rows(packed, plan) for packed in scenario.batch([20], [0])]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from cp_harness import Rank, States, assert_cache_equal, attention_inputs, mla_config
+from cp_harness import Rank, Scenario, States, assert_cache_equal, attention_inputs, mla_config
 from distributed_cases import (
     ANY_DEVICE,
     chunks_and_decode,
@@ -41,14 +41,19 @@ def registered_buffers_change_no_bit(group: comm.CpGroup) -> None:
 
 
 def captured_prefill_follows_new_lengths(group: comm.CpGroup) -> None:
-    """One CUDA graph with room for 40 tokens, replayed for other batches: the bits of eager runs on one rank, cache
-    bytes included."""
-    scenario = new_scenario([40, 40])
-    many = new_rank(scenario, group, split="interleave")
+    """One CUDA graph a split with room for 40 tokens, replayed for other batches, some behind a prefix: the bits of
+    eager runs on one rank, cache bytes included."""
+    for split in ("zigzag", "interleave"):
+        _captured_prefill(new_scenario([40, 40]), group, split)
 
-    def planned(new_lens: Sequence[int]) -> CpPlan:
-        inputs = attention_inputs(new_lens, [0, 0], scenario.block_table)
-        return many.op.planner.prepare(inputs, True, 2, -(-40 // group.size), 40)
+
+def _captured_prefill(scenario: Scenario, group: comm.CpGroup, split: str) -> None:
+    many = new_rank(scenario, group, split=split)
+    rows_of_20 = many.op.plan(attention_inputs([20, 20], [0, 0], scenario.block_table)).local_rows
+
+    def planned(new_lens: Sequence[int], prefix_lens: Sequence[int] = (0, 0)) -> CpPlan:
+        inputs = attention_inputs(new_lens, prefix_lens, scenario.block_table)
+        return many.op.planner.prepare(inputs, True, max_requests=2, local_rows=rows_of_20, total_tokens=40)
 
     plan = planned([20, 20])
     rows = [many.rows(packed, plan) for packed in scenario.batch([20, 20], [0, 0])]
@@ -56,19 +61,21 @@ def captured_prefill_follows_new_lengths(group: comm.CpGroup) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = layers(many, rows, plan)
-    for new_lens in ([20, 20], [31, 2], [0, 5], [1, 0]):
-        new = planned(new_lens)
+    for new_lens, behind in (([20, 20], None), ([31, 2], [0, 0]), ([9, 0], [31, 2]), ([0, 5], None), ([1, 0], None)):
+        if behind is None:  # else the pages of the replay before hold the prefix
+            one = one_rank(scenario)
+            for pages in (*many.cache.mla, *many.cache.indexer):
+                if pages is not None:
+                    pages.fill_(0xFF)  # as the harness makes them
+        prefix_lens = behind or [0, 0]
+        new = planned(new_lens, prefix_lens)
         plan.copy_(new)
-        for layer, packed in enumerate(scenario.batch(new_lens, [0, 0])):
+        for layer, packed in enumerate(scenario.batch(new_lens, prefix_lens)):
             for name, values in many.rows(packed, new).items():
                 rows[layer][name].copy_(values)
-        for pages in (*many.cache.mla, *many.cache.indexer):
-            if pages is not None:
-                pages.fill_(0xFF)  # as the harness makes them
         graph.replay()
         restored = [comm.restore_rows(local, new, group)[: sum(new_lens)] for local in results]
-        one = one_rank(scenario)
-        assert_bitwise(restored, run(one, scenario, new_lens, [0, 0]))
+        assert_bitwise(restored, run(one, scenario, new_lens, prefix_lens))
         assert_cache_equal(many.cache, one.cache)
 
 

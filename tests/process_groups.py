@@ -49,15 +49,27 @@ def run_group(size: int, cases: Sequence[Case], folder: Path, device: str = "cpu
 
 
 def run_groups(
-    size: int, groups: Sequence[Sequence[Case]], folder: Path, device: str, seconds: float = DEADLINE
+    size: int,
+    groups: Sequence[Sequence[Case]],
+    folder: Path,
+    device: str,
+    seconds: float = DEADLINE,
+    at_once: int | None = None,
 ) -> list[list[Ending]]:
-    """Several groups side by side: how the ranks of each ended."""
-    folders = [folder / str(number) for number in range(len(groups))]
-    for own in folders:
-        own.mkdir()
-    started = [start_group(size, cases, own, device) for cases, own in zip(groups, folders, strict=True)]
-    with ThreadPoolExecutor(len(groups)) as pool:
-        return list(pool.map(wait_for_group, started, folders, [seconds] * len(groups)))
+    """How the ranks of several groups ended that run side by side, at most ``at_once`` of them at a time."""
+    deadline = time.monotonic() + seconds
+    at_once = at_once or len(groups)
+    ended: list[list[Ending]] = []
+    for first in range(0, len(groups), at_once):
+        batch = groups[first : first + at_once]
+        folders = [folder / str(first + number) for number in range(len(batch))]
+        for own in folders:
+            own.mkdir()
+        started = [start_group(size, cases, own, device) for cases, own in zip(batch, folders, strict=True)]
+        left = max(0.0, deadline - time.monotonic())
+        with ThreadPoolExecutor(len(batch)) as pool:
+            ended += pool.map(wait_for_group, started, folders, [left] * len(batch))
+    return ended
 
 
 def results_of(endings: Sequence[Ending], cases: Sequence[Case]) -> dict[str, list[str]]:
