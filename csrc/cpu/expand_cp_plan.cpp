@@ -2,6 +2,7 @@
 #include "../ops/expand_cp_plan.h"
 
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <tuple>

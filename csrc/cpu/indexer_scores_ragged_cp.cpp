@@ -2,6 +2,7 @@
 #include "../ops/indexer_scores_ragged_cp.h"
 
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 
 #include "indexer_scoring.h"
 
@@ -25,7 +26,7 @@ Tensor indexer_scores_ragged_cp(const Tensor& q_fp8, const Tensor& q_weights, co
   const int64_t spans = std::clamp<int64_t>(workers * kTasksPerWorker / blocks, 1, width / kMinSpan + 1);
   const int64_t span = ceil_div(ceil_div(width, spans), kKeyTile) * kKeyTile;
   const int64_t scratch_bytes = ScoringScratch::bytes(kernel, in.heads, row_block);
-  Tensor memory = torch::stable::new_empty(q_fp8, {workers * scratch_bytes});
+  Tensor memory = new_tensor(q_fp8, {workers * scratch_bytes});
 
   run_tasks(blocks * spans, workers, [&](int64_t worker, int64_t task) {
     const int64_t row_begin = task / spans * row_block, row_end = std::min(row_begin + row_block, in.rows);

@@ -6,6 +6,7 @@
 #include "../ops/indexer_topk_ragged_cp.h"
 
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 
 #include "indexer_scoring.h"
 
@@ -132,7 +133,7 @@ Tensor indexer_topk_ragged_cp(const Tensor& q_fp8, const Tensor& q_weights, cons
   if (p.in.rows == 0) return call.indices;
   const IndexerKernel& kernel = indexer_kernel(cpu_isa());
   const TopkPlan plan = make_plan(p, kernel);
-  Tensor memory = torch::stable::new_empty(q_fp8, {plan.bytes()});
+  Tensor memory = new_tensor(q_fp8, {plan.bytes()});
   TopkRun(p, kernel, plan, memory.data_ptr()).run();
   return call.indices;
 }

@@ -2,6 +2,7 @@
 #include "../ops/merge_attention_states.h"
 
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/headeronly/util/BFloat16.h>
 
 #include <cmath>

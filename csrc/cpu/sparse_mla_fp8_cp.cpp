@@ -2,6 +2,7 @@
 #include "../ops/sparse_mla_fp8_cp.h"
 
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <array>

@@ -1,6 +1,7 @@
 // dequantize_kv: checks, parameters and result, shared by the CPU and CUDA kernels.
 #pragma once
 
+#include "../new_tensor.h"
 #include "paged_cache.h"
 
 namespace sparse_cp_ops {
@@ -21,7 +22,7 @@ inline DequantizeKvCall prepare_dequantize_kv(const Tensor& kv_cache, const Tens
   const int64_t page_size = check_mla_cache(kv_cache, "kv_cache", kv_cache, "kv_cache");
   check_tensor(slots, "slots", kv_cache, "kv_cache", ScalarType::Long, {kAny});
   check_contiguous(slots, "slots");
-  Tensor out = torch::stable::new_empty(kv_cache, {slots.size(0), kQkDim}, ScalarType::BFloat16);
+  Tensor out = new_tensor(kv_cache, {slots.size(0), kQkDim}, ScalarType::BFloat16);
   DequantizeKvParams params{static_cast<const uint8_t*>(kv_cache.data_ptr()),
                             static_cast<const int64_t*>(slots.data_ptr()),
                             out.data_ptr(),

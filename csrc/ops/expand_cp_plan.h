@@ -1,11 +1,10 @@
 // expand_cp_plan: checks, parameters and the row arithmetic, shared by the CPU and CUDA kernels.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include <cstdint>
 #include <string>
 
+#include "../new_tensor.h"
 #include "../plan_limits.h"
 #include "../value_checks.h"
 
@@ -146,7 +145,7 @@ inline ExpandCpPlanCall prepare_expand_cp_plan(const Tensor& request_table, int6
             "local_rows: expected a count >= 0 with cp_size * local_rows in int32, got ", local_rows);
   SCO_CHECK(total_tokens >= 0 && total_tokens <= INT32_MAX, "total_tokens: expected an int32 count >= 0, got ",
             total_tokens);
-  const auto rows = [&](int64_t n) { return torch::stable::new_empty(request_table, {n}); };
+  const auto rows = [&](int64_t n) { return new_tensor(request_table, {n}); };
   ExpandCpPlanCall call{{},
                         rows(local_rows),
                         rows(local_rows),

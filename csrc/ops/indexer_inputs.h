@@ -1,13 +1,12 @@
 // The six tensors that indexer_topk_ragged_cp and indexer_scores_ragged_cp share: checks and parameters.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <limits>
 #include <vector>
 
 #include "../kv_record.h"
+#include "../new_tensor.h"
 #include "../tensor_checks.h"
 
 namespace sparse_cp_ops {

@@ -23,7 +23,7 @@ inline IndexerScoresCall prepare_indexer_scores_ragged_cp(const Tensor& q_fp8, c
   const IndexerInputs in =
       check_indexer_inputs(q_fp8, q_weights, indexer_cache, block_table, req_ids, kv_lens, precision);
   SCO_CHECK(width >= 0, "width: expected at least 0, got ", width);
-  Tensor scores = torch::stable::new_empty(q_weights, {in.rows, width});
+  Tensor scores = new_tensor(q_weights, {in.rows, width});
   return {{in, static_cast<float*>(scores.data_ptr()), width}, scores};
 }
 

@@ -31,7 +31,7 @@ inline IndexerTopkCall prepare_indexer_topk_ragged_cp(const Tensor& q_fp8, const
             ", got ", topk);
   SCO_CHECK(workspace_bytes == 0 || workspace_bytes >= kMinWorkspaceBytes, "workspace_bytes: expected 0 (the default, ",
             kDefaultWorkspaceBytes, ") or at least ", kMinWorkspaceBytes, ", got ", workspace_bytes);
-  Tensor indices = torch::stable::new_empty(req_ids, {in.rows, topk});
+  Tensor indices = new_tensor(req_ids, {in.rows, topk});
   const int64_t workspace = workspace_bytes == 0 ? kDefaultWorkspaceBytes : workspace_bytes;
   return {{in, static_cast<int32_t*>(indices.data_ptr()), topk, workspace}, indices};
 }

@@ -1,8 +1,7 @@
 // merge_attention_states: checks and parameters, shared by the CPU and CUDA kernels.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
+#include "../new_tensor.h"
 #include "../tensor_checks.h"
 
 namespace sparse_cp_ops {
@@ -29,8 +28,8 @@ inline MergeAttentionStatesCall prepare_merge_attention_states(const Tensor& out
   check_tensor(lses, "lses", outs, "outs", ScalarType::Float, {outs.size(0), outs.size(1), outs.size(2)});
   check_contiguous(outs, "outs");
   check_contiguous(lses, "lses");
-  Tensor out = torch::stable::new_empty(outs, {outs.size(1), outs.size(2), outs.size(3)});
-  Tensor lse = torch::stable::new_empty(lses, {outs.size(1), outs.size(2)});
+  Tensor out = new_tensor(outs, {outs.size(1), outs.size(2), outs.size(3)});
+  Tensor lse = new_tensor(lses, {outs.size(1), outs.size(2)});
   MergeAttentionStatesParams params{outs.data_ptr(),
                                     static_cast<const float*>(lses.data_ptr()),
                                     out.data_ptr(),

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "../kv_record.h"
+#include "../new_tensor.h"
 #include "fp8_scale.h"
 #include "rope_table.h"
 
@@ -59,8 +60,8 @@ inline QuantQKCall prepare_quant_q_k_cp(const Tensor& q, const Tensor& k, const 
   SCO_CHECK(absmax > 0.0f && absmax <= kFp8Max, "q_absmax: expected a value in (0, 448], got ", q_absmax);
   SCO_CHECK(std::isfinite(scale), "weight_scale: expected a finite float32, got ", weight_scale);
 
-  Tensor q_fp8 = torch::stable::new_empty(q, {rows, heads, kIndexDim}, ScalarType::Byte);
-  Tensor q_weights = torch::stable::new_empty(q, {rows, heads}, ScalarType::Float);
+  Tensor q_fp8 = new_tensor(q, {rows, heads, kIndexDim}, ScalarType::Byte);
+  Tensor q_weights = new_tensor(q, {rows, heads}, ScalarType::Float);
   QuantQKParams params{q.data_ptr(),
                        k.data_ptr(),
                        weights.data_ptr(),

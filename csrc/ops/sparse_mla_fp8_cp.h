@@ -1,13 +1,12 @@
 // sparse_mla_fp8_cp: checks and parameters, shared by the CPU and CUDA kernels.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include <cmath>
 #include <optional>
 #include <string>
 
 #include "../kv_record.h"
+#include "../new_tensor.h"
 #include "../tensor_checks.h"
 
 #if defined(__CUDACC__)
@@ -111,8 +110,8 @@ inline SparseMlaCall prepare_sparse_mla_fp8_cp(const Tensor& q, const Tensor& kv
   SCO_CHECK(precision == "high" || precision == "fp8", "precision: expected \"high\" or \"fp8\", got \"", precision,
             "\"");
 
-  Tensor out = torch::stable::new_empty(q, {rows, heads, kLatentDim});
-  Tensor lse = torch::stable::new_empty(q, {rows, heads}, ScalarType::Float);
+  Tensor out = new_tensor(q, {rows, heads, kLatentDim});
+  Tensor lse = new_tensor(q, {rows, heads}, ScalarType::Float);
   SparseMlaParams params{};
   params.q = q.data_ptr();
   params.kv_cache = static_cast<const uint8_t*>(kv_cache.data_ptr());

@@ -21,7 +21,7 @@ Tensor indexer_scores_ragged_cp(const Tensor& q_fp8, const Tensor& q_weights, co
   cudaStream_t stream = current_stream(device);
   const auto& p = call.params;
   if (value_checks_possible(stream)) check_indexer_values_on_host(p.in, q_fp8, block_table, req_ids, kv_lens);
-  Tensor plan = torch::stable::new_empty(q_fp8, {score_plan_bytes(device, p.in.rows)});
+  Tensor plan = new_tensor(q_fp8, {score_plan_bytes(device, p.in.rows)});
   const RowSet rows{0, p.in.rows, nullptr, nullptr};
   launch_scores({p.in, p.scores, p.width, rows, 0, p.width, 0, true}, plan.data_ptr(), device, stream);
   return call.scores;

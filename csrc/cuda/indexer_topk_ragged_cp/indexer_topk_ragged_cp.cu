@@ -24,7 +24,7 @@ Tensor indexer_topk_ragged_cp(const Tensor& q_fp8, const Tensor& q_weights, cons
   const bool streamed = streamed_topk_fits(p, p.workspace_bytes, device);
   const int64_t bytes = streamed ? streamed_topk_bytes(p, p.workspace_bytes, device)
                                  : dense_topk_bytes(p, p.in.rows, p.workspace_bytes, device);
-  Tensor memory = torch::stable::new_empty(q_fp8, {bytes});
+  Tensor memory = new_tensor(q_fp8, {bytes});
   const Workspace workspace{static_cast<uint8_t*>(memory.data_ptr()), p.workspace_bytes};
   if (streamed) streamed_topk(p, workspace, device, stream);
   else dense_topk(p, {0, p.in.rows, nullptr, nullptr}, workspace, device, stream);

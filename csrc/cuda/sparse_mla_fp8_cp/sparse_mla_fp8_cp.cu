@@ -116,8 +116,8 @@ std::tuple<Tensor, Tensor> sparse_mla_fp8_cp(const Tensor& q, const Tensor& kv_c
                                 static_cast<int64_t>(arch.multiprocessors) * tile.blocks_per_sm);
   Tensor partial_out, partial_lse;
   if (split.parts > 1) {
-    partial_out = torch::stable::new_empty(q, {split.parts, p.rows, p.heads, kLatentDim}, ScalarType::Float);
-    partial_lse = torch::stable::new_empty(q, {split.parts, p.rows, p.heads}, ScalarType::Float);
+    partial_out = new_tensor(q, {split.parts, p.rows, p.heads, kLatentDim}, ScalarType::Float);
+    partial_lse = new_tensor(q, {split.parts, p.rows, p.heads}, ScalarType::Float);
     split.partial_out = static_cast<float*>(partial_out.data_ptr());
     split.partial_lse = static_cast<float*>(partial_lse.data_ptr());
   }
@@ -125,9 +125,9 @@ std::tuple<Tensor, Tensor> sparse_mla_fp8_cp(const Tensor& q, const Tensor& kv_c
     launch_portable(p, split, arch, device_index, stream);
   } else if (workspace_pays(p)) {
     const int64_t tokens = p.num_pages * p.page_size;
-    const Tensor rows = torch::stable::new_empty(kv_cache, {tokens, kWorkspaceRowBytes});
-    const Tensor factors = torch::stable::new_empty(q, {tokens, 4}, ScalarType::Float);
-    const Tensor mixed = torch::stable::new_empty(indices, {1});
+    const Tensor rows = new_tensor(kv_cache, {tokens, kWorkspaceRowBytes});
+    const Tensor factors = new_tensor(q, {tokens, 4}, ScalarType::Float);
+    const Tensor mixed = new_tensor(indices, {1});
     const Workspace workspace{static_cast<uint8_t*>(rows.data_ptr()), static_cast<float4*>(factors.data_ptr()),
                               static_cast<int*>(mixed.data_ptr())};
     fill_workspace(p, workspace, arch, stream);
