@@ -94,7 +94,8 @@ class PagedKvCache:
             TypeError: no int.
             ValueError: no layer of this cache.
         """
-        require_ints("PagedKvCache", layer_id=layer_id)
+        if type(layer_id) is not int:  # asked ahead of the call: three times in each layer
+            require_ints("PagedKvCache", layer_id=layer_id)
         if not 0 <= layer_id < self.num_layers:
             raise ValueError(f"PagedKvCache: layer_id: expected 0 to {self.num_layers - 1}, got {layer_id}")
 

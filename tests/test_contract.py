@@ -7,6 +7,7 @@ import torch
 
 from sparse_cp_ops import ops, reference
 from sparse_cp_ops._autograd import OP_NAMES
+from sparse_cp_ops.ops import direct
 
 NAMESPACE = torch.ops.sparse_cp_ops
 
@@ -32,6 +33,7 @@ def test_wrapper_reference_and_schema_agree(name: str) -> None:
         if argument.has_default_value():
             assert wrapper.parameters[argument.name].default == argument.default_value
     assert getattr(ops, name).__doc__
+    assert getattr(direct, name) is getattr(NAMESPACE, name).default
     assert callable(getattr(reference, name))
 
 

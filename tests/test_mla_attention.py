@@ -271,9 +271,9 @@ def test_weights_are_shared_and_arguments_stay_as_they_are(device: str) -> None:
     ours = Theirs("deepseek_v32").ours(device)
     weight = ours.layer.kv_b_proj.weight
     heads = ours.layer._heads_of(ours.prepare([4], [0]))
-    views = ours.layer._kv_b_heads(heads)
-    assert views.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
-    assert views.shape == (8, 64, 512)
+    assert (heads.w_kc.shape, heads.w_vc.shape) == ((8, 32, 512), (8, 32, 512))
+    for view in (heads.w_kc, heads.w_vc):
+        assert view.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
     hidden = hidden_states(80).to(device)
     table = ours.tables.clone()
     before, rope = hidden.clone(), ours.layer.cos_sin_cache.clone()

@@ -311,7 +311,7 @@ def test_decode_uses_batch_invariant_kernels_only_in_deterministic_mode(monkeypa
         seen.append(bool(arguments[-1]))
         return q[..., :512], torch.zeros(q.shape[:2])
 
-    monkeypatch.setattr("sparse_cp_ops.ops.sparse_mla_fp8_cp", record)
+    monkeypatch.setattr("sparse_cp_ops.ops.direct.sparse_mla_fp8_cp", record)
     picks = torch.full((1, TOPK), -1, dtype=torch.int32)
     for deterministic in (True, False):
         torch.use_deterministic_algorithms(deterministic)

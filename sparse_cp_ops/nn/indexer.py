@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparse_cp_ops import ops
 from sparse_cp_ops.context_parallel.plan import CpPlan
 from sparse_cp_ops.kv_cache import PagedKvCache
 from sparse_cp_ops.nn.mla_config import MlaConfig
 from sparse_cp_ops.nn.sparse_mla import require_current
+from sparse_cp_ops.ops import direct
 from sparse_cp_ops.reference._quant_q_k_cp import transform_qk
 
 # Of the LayerNorm over the keys; the models' code fixes it, their configs don't hold it.
@@ -45,11 +45,12 @@ class Indexer(nn.Module):
         Returns:
             q [L, Hi, 128] and k [L, 128] in the dtype of the weights, weights float32 [L, Hi].
         """
-        q = self.wq_b(q_resid).unflatten(-1, (-1, self.mla_config.index_head_dim))
+        config = self.mla_config
+        q = self.wq_b(q_resid).view(-1, config.index_n_heads, config.index_head_dim)
         k = self.k_norm(self.wk(hidden))
         # fp32 whatever the parameters are stored in: the weights decide between keys of close scores.
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        weights = F.linear(hidden.to(wide), self.weights_proj.weight.to(wide)).float()
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        weights = F.linear(hidden.to(wide), as_dtype(self.weights_proj.weight, wide)).float()
         return q, k, weights
 
     def apply_rope_and_rotate_q_k_cp(
@@ -93,19 +94,20 @@ class Indexer(nn.Module):
             q_fp8 uint8 [L, Hi, 128] and q_weights float32 [L, Hi], all scales in them.
         """
         config = self.mla_config
-        return ops.quant_q_k_cp(
+        q_fp8, q_weights = direct.quant_q_k_cp(
             q,
             k,
             weights,
             positions,
             cos_sin_cache,
             k_records,
-            interleaved=config.indexer_interleaved,
-            hadamard=True,
-            weight_scale=config.index_weight_scale,
-            scale_format=config.scale_format,
-            q_absmax=config.q_absmax,
+            config.indexer_interleaved,
+            True,  # Hadamard
+            config.index_weight_scale,
+            config.scale_format,
+            config.q_absmax,
         )
+        return q_fp8, q_weights
 
     def _get_topk_ragged_cp(
         self, q_fp8: Tensor, q_weights: Tensor, cache: PagedKvCache, layer_id: int, plan: CpPlan
@@ -132,7 +134,7 @@ class Indexer(nn.Module):
             missing = "indexer pages in the cache" if pages is None else "a block table in the plan"
             raise ValueError(f"layer {layer_id}: expected {missing}, got none")
         config = self.mla_config
-        return ops.indexer_topk_ragged_cp(
+        picks: Tensor = direct.indexer_topk_ragged_cp(
             q_fp8,
             q_weights,
             pages,
@@ -143,3 +145,9 @@ class Indexer(nn.Module):
             config.workspace_bytes,
             config.precision,
         )
+        return picks
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``, which takes the host a microsecond even where it does nothing."""
+    return x if x.dtype == dtype else x.to(dtype)

@@ -9,7 +9,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparse_cp_ops import ops
 from sparse_cp_ops.config import ParallelismConfig
 from sparse_cp_ops.context_parallel.collectives import (
     CpGroup,
@@ -23,19 +22,22 @@ from sparse_cp_ops.context_parallel.plan import CpPlan
 from sparse_cp_ops.kv_cache import PagedKvCache
 from sparse_cp_ops.nn import unquantised
 from sparse_cp_ops.nn.forward_planner import require_supported
-from sparse_cp_ops.nn.indexer import Indexer
-from sparse_cp_ops.nn.mla_config import ATTENTION_HEADS, MlaConfig
+from sparse_cp_ops.nn.indexer import Indexer, as_dtype
+from sparse_cp_ops.nn.mla_config import MlaConfig, kernel_heads
 from sparse_cp_ops.nn.rope import build_cos_sin_cache
 from sparse_cp_ops.nn.sparse_mla import SparseMlaImpl, require_current
 from sparse_cp_ops.nn.unquantised import UnquantisedKvCache
+from sparse_cp_ops.ops import direct
 
 
 class _Heads(NamedTuple):
-    """The attention heads that this rank computes, ``first .. last-1``, and as how many the kernel sees them."""
+    """The attention heads that this rank computes in a forward, ``first .. first+number-1``."""
 
     first: int
-    last: int
-    padded: int
+    number: int
+    padded: int  # as how many the kernel sees them
+    w_kc: Tensor  # [number, qk_nope_head_dim, 512] and
+    w_vc: Tensor  # [number, v_head_dim, 512], views of ``kv_b_proj.weight``
 
 
 class MlaAttention(nn.Module):
@@ -132,8 +134,10 @@ class MlaAttention(nn.Module):
             RuntimeError: gradients are enabled.
         """
         plan = require_current(plan)
-        self._require_inference()
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.is_grad_enabled():
+            self._require_inference()
+            return self._forward(hidden, cache, impl, plan, prev_topk_indices)
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return self._forward(hidden, cache, impl, plan, prev_topk_indices)
         # Nothing below can need autograd: its kernel of our ops, in Python, would cost more than their launches.
         with torch._C._AutoDispatchBelowAutograd():
@@ -183,10 +187,10 @@ class MlaAttention(nn.Module):
 
         Everything else that the projections give ends here, ahead of the attention.
         """
-        positions, layer_id = plan.positions, self._pages_of(cache)
-        records = impl.op.new_kv_records(plan, self.indexer is not None)
+        positions, layer_id, indexer = plan.positions, self._pages_of(cache), self.indexer
+        records = impl.op.new_kv_records(plan, indexer is not None)
         self._pack_latent(hidden, positions, records.mla)
-        if self.indexer is None:
+        if indexer is None:
             picks = self._require_picks(prev_topk_indices)
             # Nothing but the latent is sent: the gather starts ahead of all query projections.
             pending = impl.start_kv_write(records, plan)
@@ -196,11 +200,14 @@ class MlaAttention(nn.Module):
         else:
             assert records.index is not None
             query_latent = self._query_latent(hidden)
-            q_fp8, q_weights = self._index_queries(hidden, query_latent, positions, records.index)
+            index_q, index_k, weights = indexer.project(hidden, query_latent)
+            q_fp8, q_weights = indexer.quant_q_k_cp(
+                index_q.bfloat16(), index_k.bfloat16(), weights, positions, self.cos_sin_cache, records.index
+            )
             pending = impl.start_kv_write(records, plan)
             q = self._absorbed_queries(query_latent, heads, positions, torch.bfloat16)
             impl.finish_kv_write(pending, cache, layer_id, plan)
-            picks = self.indexer._get_topk_ragged_cp(q_fp8, q_weights, cache, layer_id, plan)
+            picks = indexer._get_topk_ragged_cp(q_fp8, q_weights, cache, layer_id, plan)
         return q, picks
 
     def _pages_of(self, cache: PagedKvCache) -> int:
@@ -220,24 +227,15 @@ class MlaAttention(nn.Module):
 
     def _pack_latent(self, hidden: Tensor, positions: Tensor, mla_records: Tensor) -> None:
         latent, k_pe = self._compressed(hidden)
-        ops.pack_mla_kv(
+        direct.pack_mla_kv(
             latent.bfloat16(),
             k_pe.bfloat16(),
             positions,
             self.cos_sin_cache,
             mla_records,
-            interleaved=True,
-            scale_format=self.mla_config.scale_format,
+            True,  # interleaved
+            self.mla_config.scale_format,
         )
-
-    def _index_queries(
-        self, hidden: Tensor, query_latent: Tensor, positions: Tensor, k_records: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The indexer's encoded queries and their weights; its keys go to ``k_records``."""
-        indexer = self.indexer
-        assert indexer is not None
-        q, k, weights = indexer.project(hidden, query_latent)
-        return indexer.quant_q_k_cp(q.bfloat16(), k.bfloat16(), weights, positions, self.cos_sin_cache, k_records)
 
     def _attend_unquantised(
         self,
@@ -270,60 +268,55 @@ class MlaAttention(nn.Module):
 
     def _absorbed_queries(self, query_latent: Tensor, heads: _Heads, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """``[q_nope @ W_kc | rope(q_pe)]`` [L, heads.padded, 576], built in one buffer; zeros in added heads."""
-        config, count = self.mla_config, heads.last - heads.first
+        config, count = self.mla_config, heads.number
         if count == config.num_heads:
             q = self.q_b_proj(query_latent)
         else:
-            first, last = heads.first * config.qk_head_dim, heads.last * config.qk_head_dim
-            q = F.linear(query_latent, self.q_b_proj.weight[first:last])
+            first, rows = heads.first * config.qk_head_dim, count * config.qk_head_dim
+            q = F.linear(query_latent, self.q_b_proj.weight[first : first + rows])
         q = q.view(q.shape[0], count, config.qk_head_dim)
         q_nope, q_pe = q.split_with_sizes([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
 
         width = config.kv_lora_rank + config.qk_rope_head_dim
-        buffer = torch.empty(q.shape[0], heads.padded, width, dtype=dtype, device=q.device)
+        buffer: Tensor = q.new_empty((q.shape[0], heads.padded, width), dtype=dtype)
         own = buffer
         if heads.padded > count:
             buffer[:, count:].zero_()
             own = buffer[:, :count]
         absorbed, rope_part = own.split_with_sizes([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
-        w_kc = self._kv_b_heads(heads)[:, : config.qk_nope_head_dim]
-        _bmm_into(absorbed.transpose(0, 1), q_nope.transpose(0, 1), w_kc)
+        _bmm_into(absorbed.transpose(0, 1), q_nope.transpose(0, 1), heads.w_kc)
         if config.quantise:
-            ops.rope_(rope_part, positions, self.cos_sin_cache, interleaved=True, source=q_pe.to(dtype))
+            direct.rope_(rope_part, positions, self.cos_sin_cache, True, as_dtype(q_pe, dtype))  # interleaved
         else:
             rope_part.copy_(unquantised.rotate(q_pe, positions, self.cos_sin_cache, interleaved=True))
         return buffer
 
     def _project(self, attended: Tensor, heads: _Heads, plan: CpPlan) -> Tensor:
         """[L, heads.padded, 512] -> values -> [L, hidden_size], summed over the ranks if they share the heads."""
-        config, count = self.mla_config, heads.last - heads.first
-        w_vc = self._kv_b_heads(heads)[:, config.qk_nope_head_dim :]
+        w_vc, count, width = heads.w_vc, heads.number, self.mla_config.v_head_dim
         latent = attended if heads.padded == count else attended[:, :count]
-        values = latent.new_empty(latent.shape[0], count, config.v_head_dim, dtype=w_vc.dtype)
-        _bmm_into(values.transpose(0, 1), latent.to(w_vc.dtype).transpose(0, 1), w_vc.transpose(1, 2))
-        values = values.view(values.shape[0], count * config.v_head_dim)
+        values = w_vc.new_empty((latent.shape[0], count, width))
+        _bmm_into(values.transpose(0, 1), as_dtype(latent, w_vc.dtype).transpose(0, 1), w_vc.transpose(1, 2))
+        values = values.view(values.shape[0], count * width)
         if plan.head_mode != "head_slice":
-            out: Tensor = self.o_proj(values)
-            return out
-        first, last = heads.first * config.v_head_dim, heads.last * config.v_head_dim
-        out = all_reduce_sum(F.linear(values, self.o_proj.weight[:, first:last]), self.group)
+            projected: Tensor = self.o_proj(values)
+            return projected
+        own = self.o_proj.weight[:, heads.first * width : (heads.first + count) * width]
+        out = all_reduce_sum(F.linear(values, own), self.group)
         return out if self.o_proj.bias is None else out + self.o_proj.bias
 
-    def _kv_b_heads(self, heads: _Heads) -> Tensor:
-        """[heads, qk_nope_head_dim + v_head_dim, 512], a view of ``kv_b_proj.weight``: W_kc, then W_vc of each head."""
-        config = self.mla_config
-        rows = config.qk_nope_head_dim + config.v_head_dim
-        weight: Tensor = self.kv_b_proj.weight.view(config.num_heads, rows, config.kv_lora_rank)
-        return weight if heads.last - heads.first == config.num_heads else weight[heads.first : heads.last]
-
     def _heads_of(self, plan: CpPlan) -> _Heads:
-        count = self.mla_config.num_heads
-        first = 0
+        config = self.mla_config
+        # W_kc, then W_vc of each head.
+        rows = [config.qk_nope_head_dim, config.v_head_dim]
+        weight = self.kv_b_proj.weight.view(config.num_heads, sum(rows), config.kv_lora_rank)
+        count, first = config.num_heads, 0
         if plan.head_mode == "head_slice":
             count //= self.group.size
             first = self.group.rank * count
-        padded = next(supported for supported in ATTENTION_HEADS if supported >= count)
-        return _Heads(first, first + count, padded)
+            weight = weight[first : first + count]
+        w_kc, w_vc = weight.split_with_sizes(rows, dim=1)
+        return _Heads(first, count, kernel_heads(count), w_kc, w_vc)
 
     def _require_picks(self, prev_topk_indices: Tensor | None) -> Tensor:
         if prev_topk_indices is None:
@@ -334,7 +327,7 @@ class MlaAttention(nn.Module):
         return prev_topk_indices
 
     def _require_inference(self) -> None:
-        if torch.is_grad_enabled() and self.o_proj.weight.requires_grad:
+        if self.o_proj.weight.requires_grad:
             raise RuntimeError("MlaAttention is for inference: call it under torch.no_grad() or torch.inference_mode()")
 
 

@@ -241,6 +241,14 @@ class MlaConfig:
         return cls(**{**fields, **overrides})
 
 
+def kernel_heads(count: int) -> int:
+    """Heads of the attention kernel that computes ``count`` heads."""
+    for supported in ATTENTION_HEADS:
+        if supported >= count:
+            return supported
+    raise ValueError(f"num_heads: expected at most {ATTENTION_HEADS[-1]}, got {count}")
+
+
 def mla_softmax_scale(qk_head_dim: int, yarn: YarnScaling | None = None) -> float:
     """``qk_head_dim^-0.5``, times YaRN's factor: 0.135234 for DeepSeek-V3.2, 1/16 for GLM-5."""
     return float(qk_head_dim**-0.5) * (yarn.softmax_factor() if yarn else 1.0)

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sparse_cp_ops import ops
 from sparse_cp_ops.config import CPRotateMethod, FMHAType, ParallelismConfig
 from sparse_cp_ops.context_parallel.collectives import BlockGather, CpGroup, TracedBlockGather, rows_are_split
 from sparse_cp_ops.context_parallel.plan import CpPlan
@@ -17,6 +16,7 @@ from sparse_cp_ops.kv_cache import INDEX_RECORD_BYTES, MLA_RECORD_BYTES, PagedKv
 from sparse_cp_ops.nn.forward_planner import ForwardPlanner, require_supported, runs_context_parallel
 from sparse_cp_ops.nn.inputs import AttentionInputs
 from sparse_cp_ops.nn.mla_config import MlaConfig
+from sparse_cp_ops.ops import direct
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def require_own(plan: CpPlan | None, planner: ForwardPlanner) -> CpPlan:
     return plan
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class KvRecords:
     """The records of this rank's rows in one layer, to be filled by ``pack_mla_kv`` and ``quant_q_k_cp``.
 
@@ -65,7 +65,7 @@ class KvRecords:
     gather: BlockGather | TracedBlockGather | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PendingKvWrite:
     """A layer's records on their way to the other ranks."""
 
@@ -108,20 +108,21 @@ class SparseMlaFp8CPOp(nn.Module):
     def new_kv_records(self, plan: CpPlan, has_indexer: bool) -> KvRecords:
         """Room for the records of this rank's rows; those that are sent share one block ``[L x 656 | L x 132]``."""
         plan = require_current(plan)
-        rows, device = plan.req_ids.shape[0], plan.req_ids.device
+        like, rows = plan.req_ids, plan.req_ids.shape[0]
         # Rows are equal in number on all ranks: without any, all of them skip the gather.
         if not rows_are_split(plan) or rows == 0:
-            own = torch.empty((rows, MLA_RECORD_BYTES), dtype=torch.uint8, device=device)
-            keys = torch.empty((rows, INDEX_RECORD_BYTES), dtype=torch.uint8, device=device) if has_indexer else None
+            own = like.new_empty((rows, MLA_RECORD_BYTES), dtype=torch.uint8)
+            keys = like.new_empty((rows, INDEX_RECORD_BYTES), dtype=torch.uint8) if has_indexer else None
             return KvRecords(own, keys, None)
         row_bytes = MLA_RECORD_BYTES + (INDEX_RECORD_BYTES if has_indexer else 0)
         block_bytes = (rows * row_bytes + 15) // 16 * 16
         gather: BlockGather | TracedBlockGather
         if torch.compiler.is_compiling():
-            block = torch.empty(block_bytes, dtype=torch.uint8, device=device)
+            block = like.new_empty(block_bytes, dtype=torch.uint8)
             gather = TracedBlockGather(self.group, block)
         else:
-            gather = BlockGather(self.group, block_bytes, device, self._max_registered_bytes, self.planner.planner_id)
+            borrower = self.planner.planner_id
+            gather = BlockGather(self.group, block_bytes, like.device, self._max_registered_bytes, borrower)
             block = gather.own
         mla, index = _record_views(block.unsqueeze(0), rows, has_indexer)
         return KvRecords(mla[0], None if index is None else index[0], gather)
@@ -174,7 +175,7 @@ class SparseMlaFp8CPOp(nn.Module):
             else:
                 blocks = records.gather.wait()
             mla, index = _record_views(blocks, records.mla.shape[0], records.index is not None)
-        ops.write_kv_cache(
+        direct.write_kv_cache(
             mla,
             index,
             plan.gathered_req_ids,
@@ -205,7 +206,7 @@ class SparseMlaFp8CPOp(nn.Module):
         cache.require_layer(layer_id)
         # Few rows want their keys split over the row count, which costs batch invariance.
         batch_invariant = plan.is_prefill or torch.are_deterministic_algorithms_enabled()
-        return ops.sparse_mla_fp8_cp(
+        out, lse = direct.sparse_mla_fp8_cp(
             q,
             cache.mla[layer_id],
             topk_indices,
@@ -216,6 +217,7 @@ class SparseMlaFp8CPOp(nn.Module):
             self.precision,
             batch_invariant,
         )
+        return out, lse
 
 
 def _record_views(blocks: Tensor, rows: int, has_indexer: bool) -> tuple[Tensor, Tensor | None]:

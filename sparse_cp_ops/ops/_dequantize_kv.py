@@ -1,6 +1,7 @@
 import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops import direct
 from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_tensors
 
@@ -25,7 +26,7 @@ def dequantize_kv(kv_cache: Tensor, slots: Tensor) -> Tensor:
         RuntimeError: an argument requires grad in grad mode.
     """
     require_tensors("dequantize_kv", kv_cache=kv_cache, slots=slots)
-    out: Tensor = torch.ops.sparse_cp_ops.dequantize_kv.default(kv_cache, slots)
+    out: Tensor = direct.dequantize_kv(kv_cache, slots)
     return out
 
 

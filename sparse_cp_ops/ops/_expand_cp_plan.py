@@ -1,8 +1,8 @@
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops import direct
 from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_ints, require_strs, require_tensors
 
@@ -50,9 +50,7 @@ def expand_cp_plan(
     require_tensors("expand_cp_plan", request_table=request_table)
     require_ints("expand_cp_plan", cp_rank=cp_rank, cp_size=cp_size, local_rows=local_rows, total_tokens=total_tokens)
     require_strs("expand_cp_plan", split=split)
-    rows = torch.ops.sparse_cp_ops.expand_cp_plan.default(
-        request_table, cp_rank, cp_size, split, local_rows, total_tokens
-    )
+    rows = direct.expand_cp_plan(request_table, cp_rank, cp_size, split, local_rows, total_tokens)
     return CpPlanRows(*rows)
 
 

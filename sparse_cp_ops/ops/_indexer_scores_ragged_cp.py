@@ -1,6 +1,6 @@
-import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops import direct
 from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_ints, require_strs, require_tensors
 
@@ -53,7 +53,7 @@ def indexer_scores_ragged_cp(
     )
     require_ints("indexer_scores_ragged_cp", width=width)
     require_strs("indexer_scores_ragged_cp", precision=precision)
-    scores: Tensor = torch.ops.sparse_cp_ops.indexer_scores_ragged_cp.default(
+    scores: Tensor = direct.indexer_scores_ragged_cp(
         q_fp8, q_weights, indexer_cache, block_table, req_ids, kv_lens, width, precision
     )
     return scores

@@ -1,6 +1,6 @@
-import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops import direct
 from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_ints, require_strs, require_tensors
 
@@ -55,7 +55,7 @@ def indexer_topk_ragged_cp(
     )
     require_ints("indexer_topk_ragged_cp", topk=topk, workspace_bytes=workspace_bytes)
     require_strs("indexer_topk_ragged_cp", precision=precision)
-    indices: Tensor = torch.ops.sparse_cp_ops.indexer_topk_ragged_cp.default(
+    indices: Tensor = direct.indexer_topk_ragged_cp(
         q_fp8, q_weights, indexer_cache, block_table, req_ids, kv_lens, topk, workspace_bytes, precision
     )
     return indices

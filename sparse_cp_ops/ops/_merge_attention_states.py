@@ -1,6 +1,6 @@
-import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops import direct
 from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_tensors
 
@@ -25,7 +25,7 @@ def merge_attention_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         RuntimeError: an argument requires grad in grad mode.
     """
     require_tensors("merge_attention_states", outs=outs, lses=lses)
-    out, lse = torch.ops.sparse_cp_ops.merge_attention_states.default(outs, lses)
+    out, lse = direct.merge_attention_states(outs, lses)
     return out, lse
 
 

@@ -1,6 +1,6 @@
-import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops import direct
 from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_bools, require_strs, require_tensors
 
@@ -45,9 +45,7 @@ def pack_mla_kv(
     )
     require_bools("pack_mla_kv", interleaved=interleaved)
     require_strs("pack_mla_kv", scale_format=scale_format)
-    torch.ops.sparse_cp_ops.pack_mla_kv.default(
-        compressed_kv, k_pe, positions, cos_sin_cache, records, interleaved, scale_format
-    )
+    direct.pack_mla_kv(compressed_kv, k_pe, positions, cos_sin_cache, records, interleaved, scale_format)
 
 
 @register_fake("pack_mla_kv")

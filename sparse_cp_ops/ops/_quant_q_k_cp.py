@@ -1,6 +1,7 @@
 import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops import direct
 from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_bools, require_floats, require_strs, require_tensors
 
@@ -59,7 +60,7 @@ def quant_q_k_cp(
     require_bools("quant_q_k_cp", interleaved=interleaved, hadamard=hadamard)
     require_floats("quant_q_k_cp", weight_scale=weight_scale, q_absmax=q_absmax)
     require_strs("quant_q_k_cp", scale_format=scale_format)
-    q_fp8, q_weights = torch.ops.sparse_cp_ops.quant_q_k_cp.default(
+    q_fp8, q_weights = direct.quant_q_k_cp(
         q, k, weights, positions, cos_sin_cache, k_records, interleaved, hadamard, weight_scale, scale_format, q_absmax
     )
     return q_fp8, q_weights

@@ -1,6 +1,6 @@
-import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops import direct
 from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_optional_tensors, require_tensors
 
@@ -34,9 +34,7 @@ def read_cache_store(
         "read_cache_store", mla_store=mla_store, store_slots=store_slots, page_ids=page_ids, mla_cache=mla_cache
     )
     require_optional_tensors("read_cache_store", indexer_store=indexer_store, indexer_cache=indexer_cache)
-    torch.ops.sparse_cp_ops.read_cache_store.default(
-        mla_store, indexer_store, store_slots, page_ids, mla_cache, indexer_cache
-    )
+    direct.read_cache_store(mla_store, indexer_store, store_slots, page_ids, mla_cache, indexer_cache)
 
 
 @register_fake("read_cache_store")

@@ -1,6 +1,6 @@
-import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops import direct
 from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_bools, require_optional_tensors, require_tensors
 
@@ -28,7 +28,7 @@ def rope_(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool
     require_tensors("rope_", x=x, positions=positions, cos_sin_cache=cos_sin_cache)
     require_bools("rope_", interleaved=interleaved)
     require_optional_tensors("rope_", source=source)
-    torch.ops.sparse_cp_ops.rope_.default(x, positions, cos_sin_cache, interleaved, source)
+    direct.rope_(x, positions, cos_sin_cache, interleaved, source)
 
 
 @register_fake("rope_")

@@ -1,6 +1,7 @@
 import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops import direct
 from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import (
     require_bools,
@@ -67,7 +68,7 @@ def sparse_mla_fp8_cp(
     require_floats("sparse_mla_fp8_cp", softmax_scale=softmax_scale)
     require_strs("sparse_mla_fp8_cp", precision=precision)
     require_bools("sparse_mla_fp8_cp", batch_invariant=batch_invariant)
-    out, lse = torch.ops.sparse_cp_ops.sparse_mla_fp8_cp.default(
+    out, lse = direct.sparse_mla_fp8_cp(
         q, kv_cache, indices, block_table, req_ids, kv_lens, softmax_scale, precision, batch_invariant
     )
     return out, lse

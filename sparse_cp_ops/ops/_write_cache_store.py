@@ -1,6 +1,6 @@
-import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops import direct
 from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_optional_tensors, require_tensors
 
@@ -40,9 +40,7 @@ def write_cache_store(
         "write_cache_store", mla_cache=mla_cache, page_ids=page_ids, store_slots=store_slots, mla_store=mla_store
     )
     require_optional_tensors("write_cache_store", indexer_cache=indexer_cache, indexer_store=indexer_store)
-    torch.ops.sparse_cp_ops.write_cache_store.default(
-        mla_cache, indexer_cache, page_ids, store_slots, mla_store, indexer_store
-    )
+    direct.write_cache_store(mla_cache, indexer_cache, page_ids, store_slots, mla_store, indexer_store)
 
 
 @register_fake("write_cache_store")

@@ -1,6 +1,6 @@
-import torch
 from torch import Tensor
 
+from sparse_cp_ops.ops import direct
 from sparse_cp_ops.ops._fake import register_fake
 from sparse_cp_ops.ops._types import require_optional_tensors, require_tensors
 
@@ -51,9 +51,7 @@ def write_kv_cache(
         indexer_cache=indexer_cache,
         slots=slots,
     )
-    torch.ops.sparse_cp_ops.write_kv_cache.default(
-        mla_records, k_records, req_ids, positions, block_table, mla_cache, indexer_cache, slots
-    )
+    direct.write_kv_cache(mla_records, k_records, req_ids, positions, block_table, mla_cache, indexer_cache, slots)
 
 
 @register_fake("write_kv_cache")

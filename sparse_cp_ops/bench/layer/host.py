@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_cp_ops import ops
 from sparse_cp_ops.bench.layer import trace
 from sparse_cp_ops.bench.layer.model import Bench, lens, random_layer, random_pages
 from sparse_cp_ops.bench.timing import measure
@@ -20,6 +20,7 @@ from sparse_cp_ops.config import ParallelismConfig
 from sparse_cp_ops.context_parallel.plan import CpPlan
 from sparse_cp_ops.kv_cache import PagedKvCache
 from sparse_cp_ops.nn import AttentionInputs, MlaAttention, SparseMlaImpl, get_mla_impl
+from sparse_cp_ops.ops import direct
 
 LAYERS = 4
 REQUESTS = 16
@@ -166,18 +167,24 @@ def _eager(bench: Bench, model: DecodeModel) -> dict[str, Any]:
 
 def _op_times(forward: Callable[[], object], device: torch.device) -> dict[str, float]:
     """Host time of each of the package's ops in a forward, called alone with the arguments it has there."""
-    calls: dict[str, Callable[[], object]] = {}
+    calls = arguments_of_ops(forward)
+    return {name: host_us(functools.partial(getattr(direct, name), *given), device) for name, given in calls.items()}
+
+
+def arguments_of_ops(forward: Callable[[], object]) -> dict[str, tuple[Any, ...]]:
+    """What each of the package's ops was given last in a forward of a layer."""
+    calls: dict[str, tuple[Any, ...]] = {}
     with contextlib.ExitStack() as stack:
         for name in trace.OPS:
-            op = getattr(ops, name)
+            op = getattr(direct, name)
 
-            def remembered(*args: Any, _name: str = name, _op: Any = op, **kwargs: Any) -> Any:
-                calls[_name] = lambda: _op(*args, **kwargs)
-                return _op(*args, **kwargs)
+            def remembered(*args: Any, _name: str = name, _op: Any = op) -> Any:
+                calls[_name] = args
+                return _op(*args)
 
-            stack.enter_context(mock.patch.object(ops, name, remembered))
+            stack.enter_context(mock.patch.object(direct, name, remembered))
         forward()
-    return {name: host_us(call, device) for name, call in calls.items()}
+    return calls
 
 
 def _graph(bench: Bench, model: DecodeModel) -> dict[str, Any]:

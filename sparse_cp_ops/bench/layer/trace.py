@@ -16,9 +16,9 @@ from unittest import mock
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from sparse_cp_ops import ops
 from sparse_cp_ops.context_parallel import collectives
 from sparse_cp_ops.nn import MlaAttention
+from sparse_cp_ops.ops import direct
 
 PROJECTIONS, INDEX_PROJECTIONS, OUTPUT = "q and kv projections", "indexer projections", "output projection"
 NORMS, RECORDS, CASTS = "norms", "RoPE, quantise, pack", "copies and casts"
@@ -84,7 +84,7 @@ def marked_parts(layer: MlaAttention) -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, _marked(part, getattr(owner, name))))
 
         for name, part in OPS.items():
-            replace(ops, name, part)
+            replace(direct, name, part)
         replace(collectives, "_all_gather_single", GATHER)
         for path, part in {**_MODULES, **_METHODS}.items():
             *owners, name = path.split(".")
