@@ -27,6 +27,7 @@ def _a_second_layer_without_rank_0(fail: Callable[[], None], group: comm.CpGroup
     short = dist.new_group(timeout=SHORT_TIMEOUT)
     assert isinstance(short, dist.ProcessGroup)
     many = new_rank(scenario, comm.CpGroup.of(short))
+    dist.barrier(group.process_group)
     plan = many.op.plan(attention_inputs([20], [0], scenario.block_table))
     rows = [many.rows(packed, plan) for packed in scenario.batch([20], [0])]
     _, _, picks = many.attend(0, rows[0], plan, many.write(0, rows[0], plan), None)

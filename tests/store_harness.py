@@ -103,6 +103,15 @@ def read_back(store: CacheStore, keys: Sequence[bytes]) -> int:
     return restored
 
 
+def assert_all_room_can_be_had(store: CacheStore) -> None:
+    """No slot is lost, and none is in use for ever."""
+    assert store.flush(FLUSH_SECONDS)
+    assert store.writer([], []) is None
+    slots = store.memory.take(len(store.memory), patience=FLUSH_SECONDS)
+    assert sorted(slots) == [*range(len(store.memory))]
+    store.memory.release(slots)
+
+
 class FakeBackend:
     """Entries in a dict that another store can share; every call passes a gate and can be told to fail."""
 

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -29,8 +29,7 @@ import torch
 from mooncake_cluster import Cluster, running_cluster
 from store_harness import fill, holds, keys_of, memory_for, small_cache, untouched, wipe
 
-from sparse_cp_ops.cache_store import CacheStore
-from sparse_cp_ops.cache_store import store as store_module
+from sparse_cp_ops.cache_store import CacheStore, backend_link
 
 WORKERS = 3
 DOCUMENTS, LENGTH = 60, 8  # prompts, and pages of each
@@ -39,6 +38,7 @@ MEMORY = 12  # slots: fewer than two documents need
 # No operation may take longer: a few timeouts of two seconds, on a busy machine.
 STUCK_SECONDS = 60.0
 MODEL = "stress"
+DAMAGE = ("truncated", "flipped", "deleted", "garbage")
 
 
 def open_store(url: str, timeout: float = 2.0) -> CacheStore:
@@ -108,7 +108,7 @@ class Worker:
 
 def work(url: str, seed: int, folder: Path, name: str) -> None:
     torch.set_num_threads(1)
-    store_module.RETRY_SECONDS = 0.5
+    backend_link.RETRY_SECONDS = 0.5
     logging.basicConfig(filename=folder / "log", level=logging.WARNING)
     Worker(url, seed, folder, name).run()
 
@@ -131,13 +131,13 @@ class Stress:
         worker.start()
         self.workers.append(worker)
 
-    def run(self, seconds: float) -> None:
-        """Raises AssertionError at the first fault."""
+    def run(self, seconds: float, least: Mapping[str, int] | None = None) -> None:
+        """So long, and until so much of everything has been done; raises AssertionError at the first fault."""
         for _ in range(WORKERS):
             self.start_worker()
         end = time.monotonic() + seconds
         try:
-            while time.monotonic() < end:
+            while time.monotonic() < end or self.lacks(least or {}):
                 time.sleep(self.random.uniform(0.05, 1.0))
                 self.check_progress()
                 if self.random.random() < 0.5:
@@ -164,11 +164,16 @@ class Stress:
                 age = time.time() - heartbeat.stat().st_mtime
                 assert age < STUCK_SECONDS, f"a worker has made no progress for {age:.0f} s"
 
+    def lacks(self, least: Mapping[str, int]) -> bool:
+        totals = self.totals()
+        return any(totals.get(name, 0) < count for name, count in least.items())
+
     def totals(self) -> dict[str, int]:
         counts = Counter(self.counts)
         for heartbeat in self.folder.glob("heartbeat.*"):
             with contextlib.suppress(ValueError):  # killed while it wrote
                 counts.update(json.loads(heartbeat.read_text()))
+        counts["damaged"] = sum(counts[kind] for kind in DAMAGE)
         return dict(counts)
 
     def acknowledged(self) -> set[bytes]:
@@ -182,7 +187,7 @@ def damage_files(root: Path, generator: random.Random) -> str:
     if not files:
         return "nothing to damage"
     path = generator.choice(files)
-    kind = generator.choice(("truncated", "flipped", "deleted", "garbage"))
+    kind = generator.choice(DAMAGE)
     with contextlib.suppress(FileNotFoundError):
         if kind == "deleted":
             path.unlink()
@@ -230,7 +235,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--damage", action="store_true", help="also damage files, under a byte budget")
+    parser.add_argument("--least", nargs="*", default=[], metavar="NAME=COUNT", help="go on until a count is reached")
     options = parser.parse_args(arguments)
+    least = {name: int(count) for name, _, count in (text.partition("=") for text in options.least)}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         url, disturb = options.url, lambda _: "quiet"
@@ -243,7 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
             url, disturb = f"{url}?disk={budget}", lambda g: damage_files(root, g)
         stress = Stress(url, folder, options.seed, disturb)
         try:
-            stress.run(options.minutes * 60)
+            stress.run(options.minutes * 60, least)
             if options.url != "mooncake" and not options.damage:
                 verify_acknowledged(url, stress.acknowledged())
         except AssertionError as error:

@@ -12,8 +12,7 @@ import pytest
 from mooncake_cluster import HOST, Cluster, running_cluster
 from store_harness import keys_of, memory_for, read_back, small_cache, store_pages
 
-from sparse_cp_ops.cache_store import CacheStore
-from sparse_cp_ops.cache_store import store as store_module
+from sparse_cp_ops.cache_store import CacheStore, backend_link
 from sparse_cp_ops.cache_store.backend import StoreUrl, open_backend
 
 pytestmark = pytest.mark.mooncake
@@ -37,7 +36,7 @@ def own_cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "RETRY_SECONDS", 0.5)
+    monkeypatch.setattr(backend_link, "RETRY_SECONDS", 0.5)
 
 
 def open_store(cluster: Cluster, pages: int = 8, model: str = "", **times: float) -> CacheStore:

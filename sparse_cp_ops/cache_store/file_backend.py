@@ -106,7 +106,7 @@ class FileBackend:
         """Used now, the first of a request last: a chain of pages without its head is useless."""
         for key in reversed(keys):
             with contextlib.suppress(OSError):  # evicted meanwhile, or a folder that may only be read
-                os.utime(self._path(key))
+                _used_now(self._path(key))
 
     def remove(self, key: bytes) -> None:
         """Unlink a file."""
@@ -173,6 +173,7 @@ class FileBackend:
             written = 0
             while written < len(content):
                 written += os.write(file, content[written:])
+            _used_now(file)
             os.fsync(file)
             os.rename(temporary, path)
         except BaseException:
@@ -238,6 +239,12 @@ class FileBackend:
                     path.unlink(missing_ok=True)
                     self._used -= size
         self._used += nbytes
+
+
+def _used_now(file: Path | int) -> None:
+    """By the clock of the process: that of the file system ticks so rarely that many files would get the same time."""
+    now = time.time_ns()
+    os.utime(file, ns=(now, now))
 
 
 def _sync_folder(folder: Path) -> None:

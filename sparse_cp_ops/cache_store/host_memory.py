@@ -6,7 +6,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from sparse_cp_ops.cache_store.entry import EntryLayout, allocate_entries
 
@@ -129,3 +129,50 @@ class HostMemory:
     def _end_copies(self) -> None:
         while self._copies and self._copies[0][0].query():
             self.release(self._copies.popleft()[1])
+
+
+class Lease:
+    """Slots that one call uses: those that it has not released or handed on at its end are released then.
+
+    As a context manager, so that an exception anywhere in the call loses no room.
+    """
+
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
+        self._slots: set[int] = set()
+
+    def find(self, keys: Iterable[bytes]) -> dict[bytes, int]:
+        """:meth:`HostMemory.find`, of keys for which this call uses no slot yet."""
+        found = self._memory.find(keys)
+        self._slots.update(found.values())
+        return found
+
+    def take(self, count: int, patience: float = 0.0, for_copies_only: bool = False) -> list[int]:
+        """:meth:`HostMemory.take`."""
+        return self.adopt(self._memory.take(count, patience, for_copies_only))
+
+    def adopt(self, slots: list[int]) -> list[int]:
+        """Slots that somebody else has used so far."""
+        self._slots.update(slots)
+        return slots
+
+    def hand_on(self, slots: Sequence[int]) -> None:
+        """Somebody else releases them."""
+        self._slots.difference_update(slots)
+
+    def release(self, slots: Iterable[int]) -> None:
+        """They are not needed any more."""
+        given = list(slots)
+        self.hand_on(given)
+        self._memory.release(given)
+
+    def release_after(self, event: Any, slots: Sequence[int]) -> None:
+        """They are needed until a CUDA event has passed."""
+        self.hand_on(slots)
+        self._memory.release_after(event, slots)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release(self._slots)

@@ -2,45 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
 
 from sparse_cp_ops.cache_store.prefix_cache import PrefixCache, Tokens
 from sparse_cp_ops.cache_store.store import CacheStore
 from sparse_cp_ops.context_parallel.collectives import CpGroup, agree_on_minimum
 
+# Values that a call returns -> the smallest of each on any rank.
+Agree = Callable[[Callable[[], list[int]]], list[int]]
+
 
 def restore_prefixes(
-    prefix_cache: PrefixCache, store: CacheStore | None, prompts: Sequence[Tokens], group: CpGroup | None = None
+    prefix_cache: PrefixCache,
+    store: CacheStore | None,
+    prompts: Sequence[Tokens],
+    group: CpGroup | None = None,
+    device: torch.device | None = None,
 ) -> list[list[int]]:
     """Pages that hold the beginning of each prompt; what the device does not have comes from the store if it is there.
 
     Ranks may see a shared store at different moments, or read with different luck: they agree on what all of them have,
-    in two small collectives for the whole batch (none without a store). At least one token of each prompt is left. What
-    several prompts begin with is restored once, into pages that all of them hold.
+    in at most two small collectives for the whole batch. If one of them fails, all raise. At least one token of each
+    prompt is left. What several prompts begin with is restored once, into pages that all of them hold.
 
     Args:
         prefix_cache: owner of the device pages; the same fingerprint as the store's.
-        store: where missing pages may be; None = nowhere.
+        store: where missing pages may be, on all ranks or on none; None = nowhere.
         prompts: token ids of each request.
         group: the ranks, all of which make this call; None = one.
+        device: where their collectives take place; None = on the store's device, on the CPU without a store.
 
     Returns:
         Pages of each prompt, held by the caller until :meth:`PrefixCache.release`; restored ones are offered already.
 
     Raises:
-        ValueError: prefix cache and store have different fingerprints.
+        ValueError: prefix cache and store have different fingerprints, or some ranks have a store and others do not.
+        RuntimeError: another rank has failed, or the store is closed.
     """
-    if store is not None and store.fingerprint != prefix_cache.fingerprint:
-        raise ValueError(
-            "restore_prefixes: prefix_cache: expected the fingerprint of the store (PrefixCache(..., "
-            "fingerprint=store.fingerprint)), got another one"
-        )
+    ranks = group or CpGroup()
+    where = device or (torch.device("cpu") if store is None else store.cache.device)
     held: list[list[int]] = []
-    try:
+    missing: list[list[bytes]] = []  # keys of each prompt that the device does not have
+
+    def agree(values: Callable[[], list[int]]) -> list[int]:
+        try:
+            found = values()
+        except BaseException:
+            agree_on_minimum(None, ranks, where)
+            raise
+        return agree_on_minimum(found, ranks, where)
+
+    def look_up() -> list[int]:
+        if store is not None and store.fingerprint != prefix_cache.fingerprint:
+            raise ValueError(
+                "restore_prefixes: prefix_cache: expected the fingerprint of the store (PrefixCache(..., "
+                "fingerprint=store.fingerprint)), got another one"
+            )
+        # First of all prompts: where a rank fails behind this, the prefix caches of all ranks have decided the same.
         for prompt in prompts:
             held.append(prefix_cache.match_prefix(prompt))
-        if store is not None:
-            _restore(prefix_cache, store, prompts, held, group or CpGroup())
+        if store is None:
+            return [0, 0, *[0] * len(prompts)]
+        for prompt, pages in zip(prompts, held, strict=True):
+            end = max(len(prompt) - 1, 0) // prefix_cache.page_size
+            missing.append(store.page_keys(prompt)[len(pages) : end])
+        return [1, -1, *(store.match(keys) for keys in missing)]
+
+    try:
+        fewest, most, *visible = agree(look_up)
+        if fewest != -most:
+            raise ValueError("restore_prefixes: store: expected one on all ranks or on none of them")
+        if store is not None and any(visible):
+            _restore(prefix_cache, store, prompts, held, [k[:n] for k, n in zip(missing, visible, strict=True)], agree)
     except BaseException:
         for pages in held:
             prefix_cache.release(pages)
@@ -49,26 +84,25 @@ def restore_prefixes(
 
 
 def _restore(
-    prefix_cache: PrefixCache, store: CacheStore, prompts: Sequence[Tokens], held: list[list[int]], group: CpGroup
+    prefix_cache: PrefixCache,
+    store: CacheStore,
+    prompts: Sequence[Tokens],
+    held: list[list[int]],
+    visible: Sequence[Sequence[bytes]],
+    agree: Agree,
 ) -> None:
-    page_size, device = prefix_cache.page_size, store.cache.device
-    missing = [
-        store.page_keys(prompt)[len(pages) : max(len(prompt) - 1, 0) // page_size]
-        for prompt, pages in zip(prompts, held, strict=True)
-    ]
-    visible = agree_on_minimum([store.match(keys) for keys in missing], group, device)
+    """Extend the pages that are held by those that come from the store; ``visible`` keys stand behind each of them."""
     targets: list[list[int]] = []
-    restored: list[int] = []
-    behind: list[int] = []  # how many of a prompt's missing pages an earlier prompt restores
-    asked: set[bytes] = set()
+    behind: list[int] = []  # how many of a prompt's visible pages an earlier prompt restores
+    asked: list[Sequence[bytes]] = []  # keys of the pages that each prompt restores
+    seen: set[bytes] = set()
     try:
-        for keys, count in zip(missing, visible, strict=True):
-            behind.append(sum(key in asked for key in keys[:count]))
-            targets.append(prefix_cache.allocate(min(count - behind[-1], prefix_cache.available)))
-            own = keys[behind[-1] :][: len(targets[-1])]
-            asked.update(own)
-            restored.append(store.read(own, targets[-1]))
-        restored = agree_on_minimum(restored, group, device)
+        for keys in visible:
+            behind.append(sum(key in seen for key in keys))
+            targets.append(prefix_cache.allocate(min(len(keys) - behind[-1], prefix_cache.available)))
+            asked.append(keys[behind[-1] :][: len(targets[-1])])
+            seen.update(asked[-1])
+        restored = agree(lambda: [store.read(keys, pages) for keys, pages in zip(asked, targets, strict=True)])
     except BaseException:
         for pages in targets:
             prefix_cache.release(pages)
@@ -83,4 +117,4 @@ def _restore(
                 count = 0
         prefix_cache.release(fresh[count:])
         pages += fresh[:count]
-        prefix_cache.insert(prompt[: len(pages) * page_size], pages)
+        prefix_cache.insert(prompt[: len(pages) * prefix_cache.page_size], pages)

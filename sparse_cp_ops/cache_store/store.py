@@ -10,36 +10,33 @@ import concurrent.futures
 import itertools
 import logging
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparse_cp_ops import ops
 from sparse_cp_ops.cache_store.backend import Backend, StoreUrl, open_backend
+from sparse_cp_ops.cache_store.backend_link import BackendLink
 from sparse_cp_ops.cache_store.entry import EntryLayout, require_keys
-from sparse_cp_ops.cache_store.host_memory import HostMemory
-from sparse_cp_ops.cache_store.io_thread import IoThread
+from sparse_cp_ops.cache_store.host_memory import HostMemory, Lease
 from sparse_cp_ops.cache_store.prefix_cache import Tokens, page_keys
+from sparse_cp_ops.cache_store.publisher import Publisher
 from sparse_cp_ops.cache_store.stats import StoreStats
 from sparse_cp_ops.cache_store.writer import CacheWriter
 from sparse_cp_ops.kv_cache import PagedKvCache
 from sparse_cp_ops.ops._types import require_ints, require_seconds
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 Checks = dict[bytes, tuple[int, "concurrent.futures.Future[str | None]"]]  # slots, and what is wrong with their bytes
 
 # Entries that are moved or handed to a backend at once: 100 MB of a 61-layer model, which take about 2 ms over PCIe 5,
 # longer than it takes to start the copies of 61 layers.
 BATCH = 32
-# A backend that failed is left alone for so long; every request meanwhile recomputes without waiting for it.
-RETRY_SECONDS = 5.0
 
 # Memory that a copy may still write to when its store had to close: freeing it would be worse than keeping it.
 _abandoned: list[HostMemory] = []
@@ -104,17 +101,13 @@ class CacheStore:
         cuda = cache.device.type == "cuda"
         self.memory = HostMemory(num_slots, self.layout, pinned=cuda)
         self._stream = torch.cuda.Stream(cache.device) if cuda else None
-        self._backend = backend
-        self._timeout, self._patience = timeout, patience
-        self._down_until = 0.0
-        self._writing: set[bytes] = set()  # reserved by writers and not visible yet
+        self._patience = patience
         self._given_up: deque[tuple[Any, Sequence[bytes], Sequence[int]]] = deque()
-        self._unfinished = 0  # finished writers whose pages are not acknowledged yet
         self._closed = False
-        # One for each direction: a read never waits for what is being stored. One in front of the sending one: pages
-        # can be read in this process however slowly the backend takes those before them.
-        self._sealer = IoThread("cache-store-seal")
-        self._sender, self._receiver = IoThread("cache-store-send"), IoThread("cache-store-receive")
+        # The allocator keeps in mind that this stream uses the caches, and gives their memory to nobody before it has.
+        self.keep_until_copied(*cache.mla, *cache.indexer)
+        self._link = BackendLink(backend, timeout, self.stats, self.memory.lock)
+        self._publisher = Publisher(self.memory, self.layout, self._link, self.stats, BATCH)
         self._checkers = concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1), "cache-store-check")
 
     @classmethod
@@ -150,7 +143,7 @@ class CacheStore:
             here = [key in self.memory for key in keys]
         elsewhere = [key for key, found in zip(keys, here, strict=True) if not found]
         if elsewhere:
-            present = self._ask(lambda backend: backend.present(elsewhere))
+            present = self._link.ask(lambda backend: backend.present(elsewhere))
             there = iter([False] * len(elsewhere) if present is None else present)
             here = [found or next(there) for found in here]
         return [*here, False].index(False)
@@ -181,32 +174,29 @@ class CacheStore:
             raise ValueError(f"CacheStore.read: pages: expected at least {len(keys)}, got {len(pages)}")
         if len(set(pages)) < len(pages):
             raise ValueError(f"CacheStore.read: pages: expected different pages, got {pages}")
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._link.timeout
         batch = max(1, min(BATCH, len(self.memory) // 2))
         restored, received_pages = 0, False
-        held = self._check(self.memory.find(keys[:batch]))
-        while restored < len(keys):
-            wanted = keys[restored : restored + batch]
-            missing = [key for key in wanted if key not in held]
-            received = self._check(self._receive(missing, deadline)) if missing else {}
-            received_pages = received_pages or bool(received)
-            # Behind the receiving, which needs the room more.
-            ahead = self._check(self.memory.find(keys[restored + batch : restored + 2 * batch]))
-            slots = self._take_good(wanted, held, received, deadline)
-            if slots:
-                self._copy_to_pages(slots, pages[restored : restored + len(slots)])
-            restored += len(slots)
-            held = ahead
-            if len(slots) < len(wanted):
-                break
-        self.memory.release(slot for slot, _ in held.values())
+        with Lease(self.memory) as lease:
+            held = self._check(lease.find(keys[:batch]))
+            while restored < len(keys):
+                wanted = keys[restored : restored + batch]
+                missing = [key for key in wanted if key not in held]
+                received = self._check(self._receive(missing, deadline, lease)) if missing else {}
+                received_pages = received_pages or bool(received)
+                # Behind the receiving, which needs the room more.
+                ahead = self._check(lease.find(keys[restored + batch : restored + 2 * batch]))
+                slots = self._take_good(wanted, held, received, deadline, lease)
+                if slots:
+                    self._copy_to_pages(slots, pages[restored : restored + len(slots)], lease)
+                restored += len(slots)
+                held = ahead
+                if len(slots) < len(wanted):
+                    break
         if restored:
-            self.keep_until_copied(*self.cache.mla, *self.cache.indexer)
-            self.order_behind_copies()
             self.memory.touch(used := list(keys[:restored]))
-            backend = self._backend
-            if backend is not None and received_pages:  # so its thread is not stuck in a call
-                self._receiver.submit(lambda: backend.touch(used))
+            if received_pages:  # so the backend's thread is not stuck in a call
+                self._link.touch_later(used)
         return restored
 
     def writer(
@@ -233,23 +223,26 @@ class CacheStore:
         if len(keys) != len(pages):
             raise ValueError(f"CacheStore.writer: pages: expected {len(keys)} as keys, got {len(pages)}")
         self._take_back()
+        writing = self._publisher.writing
         with self.memory.lock:
-            known = self._writing.union(key for key in keys if key in self.memory)
+            known = writing.union(key for key in keys if key in self.memory)
             self.memory.touch(used)
         wanted = {key: page for key, page in zip(keys, pages, strict=True) if key not in known}
-        # Without a backend, what stands in front of the new pages must not make room for them: they need it.
-        needed = self.memory.find(dict.fromkeys(used)) if self._backend is None else {}
-        slots = self.memory.take(len(wanted), self._patience)
-        self.memory.release(needed.values())
-        if len(slots) < len(wanted):
-            self.stats.refused += len(wanted) - len(slots)
-            logger.warning("no room for %d of %d pages: they are not stored", len(wanted) - len(slots), len(wanted))
-        if not slots:
-            return None
-        chosen = list(wanted.items())[: len(slots)]
+        with Lease(self.memory) as lease:
+            if not self.shared:  # what stands in front of the new pages must not make room for them: they need it
+                lease.find(dict.fromkeys(used))
+            slots = lease.take(len(wanted), self._patience)
+            if len(slots) < len(wanted):
+                self.stats.refused += len(wanted) - len(slots)
+                logger.warning("no room for %d of %d pages: they are not stored", len(wanted) - len(slots), len(wanted))
+            if not slots:
+                return None
+            chosen = list(wanted.items())[: len(slots)]
+            writer = CacheWriter(self, [key for key, _ in chosen], [page for _, page in chosen], slots, used)
+            lease.hand_on(slots)
         with self.memory.lock:
-            self._writing.update(key for key, _ in chosen)
-        return CacheWriter(self, [key for key, _ in chosen], [page for _, page in chosen], slots, used)
+            writing.update(writer.keys)
+        return writer
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until finished writers' pages are acknowledged or given up; False if that takes longer.
@@ -257,16 +250,9 @@ class CacheStore:
         Args:
             timeout: seconds; None = that of the store.
         """
-        timeout = self._timeout if timeout is None else timeout
+        timeout = self._link.timeout if timeout is None else timeout
         require_seconds("CacheStore.flush", timeout=timeout)
-        deadline = time.monotonic() + timeout
-        with self.memory.lock:
-            while self._unfinished:
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    return False
-                self.memory.lock.wait(remaining)
-        return True
+        return self._publisher.flush(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
         """Finish what is being stored, but no longer than ``timeout`` seconds: drop the rest. Forget everything."""
@@ -275,24 +261,16 @@ class CacheStore:
             return
         deadline = time.monotonic() + timeout
         if not self.flush(timeout):
-            logger.warning("cache store closed: %d writers' pages may be lost", self._unfinished)
+            logger.warning("cache store closed: %d writers' pages may be lost", self._publisher.unfinished)
         self._closed = True
-        backend, gone = self._backend, threading.Event()
-        if backend is not None:
-            # Behind all calls that still run, however late they end: a backend is not closed under anybody's hands.
-            def close_backend() -> None:
-                try:
-                    backend.close()
-                finally:
-                    gone.set()
-
-            self._receiver.submit(lambda: self._sealer.submit(lambda: self._sender.submit(close_backend)))
+        self._publisher.stop()
+        gone = self._link.close_behind(self._publisher.run_behind)
         while self._copies_run() and time.monotonic() < deadline:
             time.sleep(0.001)
         if self._copies_run():
             logger.warning("cache store closed while copies run: its memory is not released")
             _abandoned.append(self.memory)
-        if backend is not None and not gone.wait(max(0.1, deadline - time.monotonic())):
+        if self.shared and not gone.wait(max(0.1, deadline - time.monotonic())):
             logger.warning("cache store closed while its backend is busy")
         self._checkers.shutdown(wait=False)
         self.memory.clear()
@@ -331,10 +309,7 @@ class CacheStore:
 
     def publish(self, writer: CacheWriter, copied: Any) -> None:
         """Seal a complete writer's pages once they have arrived, show them, and hand them to the backend."""
-        keys, slots, used, acknowledged = writer.keys, writer.slots, writer.used, writer.acknowledged
-        with self.memory.lock:
-            self._unfinished += 1
-        self._sealer.submit(lambda: self._seal(keys, slots, used, acknowledged, copied))
+        self._publisher.publish(writer, copied)
 
     def give_back(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Room of a writer that gave up; the garbage collector may call this in the middle of any other method."""
@@ -350,77 +325,8 @@ class CacheStore:
         while self._given_up:
             event, keys, slots = self._given_up.popleft()
             with self.memory.lock:
-                self._writing.difference_update(keys)
+                self._publisher.writing.difference_update(keys)
             self.memory.release_after(event, slots)
-
-    # ---- storing ----
-
-    def _seal(
-        self, keys: list[bytes], slots: list[int], used: Sequence[bytes], acknowledged: list[bytes], copied: Any
-    ) -> None:
-        """On the sealing thread: show pages as soon as they have arrived, batch after batch, and have them sent."""
-        sent = 0
-        try:
-            while copied is not None and not copied.query():
-                if self._closed:
-                    return
-                time.sleep(0.0002)  # a tenth of the time in which 50 MB arrive over PCIe
-            while sent < len(keys) and not self._closed:
-                batch = list(zip(keys[sent : sent + BATCH], slots[sent : sent + BATCH], strict=True))
-                for key, slot in batch:
-                    self.layout.seal(self.memory.bytes_of(slot), key)
-                    self.memory.show(key, slot)
-                self.memory.touch(used)
-                with self.memory.lock:
-                    self._writing.difference_update(key for key, _ in batch)
-                self._sender.submit(lambda batch=batch: self._send(batch, acknowledged))  # type: ignore[misc]
-                sent += len(batch)
-        finally:
-            if left := len(keys) - sent:
-                logger.warning("%d pages are dropped before they were sealed", left)
-            with self.memory.lock:
-                self._writing.difference_update(keys[sent:])
-                self.stats.failed += left
-                self.memory.release(slots[sent:])
-            self._sender.submit(lambda: self._end_sending(used, acknowledged))
-
-    def _send(self, batch: Sequence[tuple[bytes, int]], acknowledged: list[bytes]) -> None:
-        """On the sending thread: hand sealed pages to the backend; their memory may be used again behind that."""
-        stored: list[bytes] = []
-        try:
-            stored = self._put(batch)
-        finally:
-            with self.memory.lock:
-                acknowledged += stored
-                self.stats.stored += len(stored)
-                self.stats.failed += len(batch) - len(stored)
-                self.memory.release(slot for _, slot in batch)
-
-    def _end_sending(self, used: Sequence[bytes], acknowledged: Sequence[bytes]) -> None:
-        """On the sending thread, behind the last batch of a writer."""
-        try:
-            if self._backend is not None and acknowledged and not self._closed:
-                self._backend.touch(used)
-        finally:
-            with self.memory.lock:
-                self._unfinished -= 1
-                self.memory.lock.notify_all()
-
-    def _put(self, batch: Sequence[tuple[bytes, int]]) -> list[bytes]:
-        """The keys that the backend has acknowledged."""
-        if self._backend is None:
-            return [key for key, _ in batch]
-        if self._is_down() or self._closed:
-            return []
-        try:
-            results = self._backend.put([(key, self.memory.bytes_of(slot)) for key, slot in batch])
-        except Exception as error:  # also what a client library lets through: the room has to come back
-            self._take_down(f"{len(batch)} pages are not stored there ({str(error) or repr(error)})")
-            return []
-        refused = results.count(False)
-        if refused:
-            logger.warning("the backend has refused %d of %d pages", refused, len(batch))
-        return [key for (key, _), stored in zip(batch, results, strict=True) if stored]
 
     # ---- reading ----
 
@@ -428,9 +334,11 @@ class CacheStore:
         """Let the checking threads compare the bytes of slots; the caller goes on using the slots."""
         return {key: (slot, self._checkers.submit(self._problem, key, slot)) for key, slot in slots.items()}
 
-    def _take_good(self, keys: Sequence[bytes], held: Checks, received: Checks, deadline: float) -> list[int]:
+    def _take_good(
+        self, keys: Sequence[bytes], held: Checks, received: Checks, deadline: float, lease: Lease
+    ) -> list[int]:
         """Of slots from the memory and from the backend, those with the good bytes of the first keys, as many as there
-        are; the caller releases them, all others are released here."""
+        are; all others are released."""
         checks = {**held, **received}
         problems = {key: check.result() for key, (_, check) in checks.items()}
         good = list(itertools.takewhile(lambda key: key in checks and problems[key] is None, keys))
@@ -442,91 +350,53 @@ class CacheStore:
             self.stats.damaged += 1
             logger.warning("miss: the stored page %s is dropped: %s", key.hex(), problems[key])
             if key in received:
-                self._ask(lambda backend, key=key: backend.remove(key), deadline)  # type: ignore[misc]
-        self.memory.release(slot for key, (slot, _) in checks.items() if key not in good)
+                self._link.ask(lambda backend, key=key: backend.remove(key), deadline)  # type: ignore[misc]
+        lease.release(slot for key, (slot, _) in checks.items() if key not in good)
         self.stats.memory_hits += sum(key in held for key in good)
         self.stats.backend_hits += sum(key in received for key in good)
         return [checks[key][0] for key in good]
 
-    def _receive(self, keys: Sequence[bytes], deadline: float) -> dict[bytes, int]:
-        """Slots that the backend has filled; the caller releases them."""
-        if self._backend is None or self._is_down():
+    def _receive(self, keys: Sequence[bytes], deadline: float, lease: Lease) -> dict[bytes, int]:
+        """Slots that the backend has filled."""
+        if not self._link.usable:
             return {}
         self._take_back()
-        slots = self.memory.take(len(keys), deadline - time.monotonic(), for_copies_only=True)
+        slots = lease.take(len(keys), deadline - time.monotonic(), for_copies_only=True)
         wanted = list(zip(keys, slots, strict=False))
-        filled = self._ask(
+        lease.hand_on(slots)  # in use as long as the backend may write to them, whatever becomes of this call
+        filled = self._link.ask(
             lambda backend: backend.get([(key, self.memory.bytes_of(slot)) for key, slot in wanted]),
             deadline,
             abandoned=lambda: self.memory.release(slots),
         )
         if filled is None:
             return {}
-        self.memory.release(slot for (_, slot), found in zip(wanted, filled, strict=True) if not found)
+        lease.adopt(slots)
+        lease.release(slot for (_, slot), found in zip(wanted, filled, strict=True) if not found)
         return {key: slot for (key, slot), found in zip(wanted, filled, strict=True) if found}
 
-    def _ask(
-        self,
-        question: Callable[[Backend], T],
-        deadline: float | None = None,
-        abandoned: Callable[[], None] = lambda: None,
-    ) -> T | None:
-        """Let the receiving thread ask the backend; None if it fails, is late, or is left alone for now.
-
-        ``abandoned`` is called when an answer that nobody waited for, or no answer, has come.
-        """
-        backend = self._backend
-        if backend is None or self._is_down():
-            abandoned()
-            return None
-        deadline = time.monotonic() + self._timeout if deadline is None else deadline
-        future = self._receiver.submit(lambda: question(backend))
-        try:
-            return future.result(max(0.0, deadline - time.monotonic()))
-        except concurrent.futures.TimeoutError:
-            if future.cancel() or future.done():
-                abandoned()
-            else:
-                future.add_done_callback(lambda _: abandoned())
-            self._take_down("it has not answered in time")
-        except (
-            Exception
-        ) as error:  # also what a client library lets through: it is a miss, and the room has to come back
-            abandoned()
-            self._take_down(str(error) or repr(error))
-        return None
-
-    def _copy_to_pages(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+    def _copy_to_pages(self, slots: Sequence[int], pages: Sequence[int], lease: Lease) -> None:
         page_ids, store_slots = self.copy_arguments(pages, slots)
-        with self.on_stream():
-            for layer_id in range(self.cache.num_layers):
-                ops.read_cache_store(
-                    self.memory.mla[layer_id],
-                    self.memory.indexer[layer_id],
-                    store_slots,
-                    page_ids,
-                    self.cache.mla[layer_id],
-                    self.cache.indexer[layer_id],
-                )
-        self.keep_until_copied(page_ids, store_slots)
-        self.memory.release_after(None if self._stream is None else self._stream.record_event(), slots)
+        try:
+            with self.on_stream():
+                for layer_id in range(self.cache.num_layers):
+                    ops.read_cache_store(
+                        self.memory.mla[layer_id],
+                        self.memory.indexer[layer_id],
+                        store_slots,
+                        page_ids,
+                        self.cache.mla[layer_id],
+                        self.cache.indexer[layer_id],
+                    )
+        finally:  # after an error too: what was started runs on
+            self.keep_until_copied(page_ids, store_slots)
+            lease.release_after(self.order_behind_copies(), slots)
 
     def _problem(self, key: bytes, slot: int) -> str | None:
         return self.layout.problem(self.memory.bytes_of(slot), key)
 
     def _copies_run(self) -> bool:
         return self._stream is not None and not self._stream.query()
-
-    # ---- the backend's state ----
-
-    def _is_down(self) -> bool:
-        return time.monotonic() < self._down_until
-
-    def _take_down(self, reason: str) -> None:
-        with self.memory.lock:
-            self.stats.backend_errors += 1
-        self._down_until = time.monotonic() + RETRY_SECONDS
-        logger.warning("miss: the store's backend is left alone for %.0f s: %s", RETRY_SECONDS, reason)
 
     def _require_open(self, method: str) -> None:
         if self._closed:

@@ -64,7 +64,7 @@ class CacheWriter:
                 store.memory.mla[layer_id],
                 store.memory.indexer[layer_id],
             )
-        store.keep_until_copied(self._page_ids, self._store_slots, cache.mla[layer_id], cache.indexer[layer_id])
+        store.keep_until_copied(self._page_ids, self._store_slots)
         self._layers.add(layer_id)
 
     def finish(self) -> None:
@@ -79,8 +79,8 @@ class CacheWriter:
         if len(self._layers) < store.cache.num_layers:
             self._give_back()
             return
-        self._give_back.detach()
         store.publish(self, copied)
+        self._give_back.detach()
 
     def abort(self) -> None:
         """Drop the pages, whatever was written."""

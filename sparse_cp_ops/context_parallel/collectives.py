@@ -212,26 +212,39 @@ def require_agreement(digest: int, group: CpGroup, device: torch.device) -> None
     torch._assert_async((digests_on_device == digests_on_device[0]).all(), "prepare: the ranks hold different batches")
 
 
-def agree_on_minimum(values: list[int], group: CpGroup, device: torch.device) -> list[int]:
+def agree_on_minimum(values: list[int] | None, group: CpGroup, device: torch.device) -> list[int]:
     """The smallest of each value on any rank. The host waits for it: it is for decisions between forwards.
+
+    Args:
+        values: as many on all ranks. None = this rank has failed and is about to raise: it gets nothing, and all others
+            an error at once instead of a wait for it.
+        group: the ranks.
+        device: where the collective takes place.
 
     Raises:
         ValueError: ranks gave different numbers of values; all of them raise it.
+        RuntimeError: another rank has failed.
     """
     if group.size == 1:
-        return values
-    count, first = len(values), 62
+        return values or []
+    given = values or []
+    count, first = len(given), 61
 
-    def smallest(given: list[int]) -> list[int]:
-        on_device = torch.tensor(given, dtype=torch.int64, device=device)
+    def smallest(numbers: list[int]) -> list[int]:
+        on_device = torch.tensor(numbers, dtype=torch.int64, device=device)
         dist.all_reduce(on_device, dist.ReduceOp.MIN, group=group.process_group)
-        return [int(value) for value in on_device.tolist()]
+        return [int(number) for number in on_device.tolist()]
 
     # Always 64 numbers at first, so that ranks with different counts meet in the same collective and learn of it.
-    fewest, most, *agreed = smallest([count, -count, *values[:first], *[0] * (first - count)])
+    failed = group.rank if values is None else group.size
+    failed, fewest, most, *agreed = smallest([failed, count, -count, *given[:first], *[0] * (first - count)])
+    if values is None:
+        return []
+    if failed < group.size:
+        raise RuntimeError(f"agree_on_minimum: rank {failed} has failed, its own error says why")
     if fewest != -most:
         raise ValueError(f"agree_on_minimum: values: expected as many on all ranks, got {fewest} to {-most} of them")
-    return agreed[:count] + (smallest(values[first:]) if count > first else [])
+    return agreed[:count] + (smallest(given[first:]) if count > first else [])
 
 
 class BlockGather:

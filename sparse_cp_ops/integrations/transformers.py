@@ -204,7 +204,7 @@ class SparseCpModel:
             raise ValueError(f"SparseCpModel: chunk_tokens: expected at least 1, got {chunk_tokens}")
         requests: list[Request] = []
         try:
-            found = restore_prefixes(self.prefix_cache, self.store, waiting, self.impl.group)
+            found = restore_prefixes(self.prefix_cache, self.store, waiting, self.impl.group, self.device)
             for prompt, pages in zip(waiting, found, strict=True):
                 hit = len(pages) * self.config.page_size
                 requests.append(Request(prompt[:hit], pages, hit))
