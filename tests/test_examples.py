@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -166,10 +165,8 @@ class FailsOnOneRank(Settings):
 
 def test_a_rank_that_fails_ends_the_demo_with_its_traceback() -> None:
     prompts = {name: list(range(100)) for name in ("first", "second", "short", "plain")}
-    start = time.monotonic()
     with Progress(disable=True) as bars, pytest.raises(Exception, match="no model on this rank"):
         cp_prefill.run_ranks(FailsOnOneRank(prompts, 2, 64, 1, "zigzag", 2), bars)
-    assert time.monotonic() - start < 120
 
 
 def test_swapped_keys_are_found_and_judged_by_their_scores() -> None:
