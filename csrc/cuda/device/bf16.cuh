@@ -9,6 +9,7 @@ namespace sparse_cp_ops {
 
 __device__ __forceinline__ float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+__device__ __forceinline__ float2 unpack_bf16x2(uint32_t pair) { return make_float2(bf16_low(pair), bf16_high(pair)); }
 __device__ __forceinline__ float bf16_to_float(uint16_t bits) { return __uint_as_float(uint32_t{bits} << 16); }
 
 // Round to nearest even; NaN becomes 0x7FFF.

@@ -18,7 +18,11 @@ __device__ __forceinline__ uint32_t polled_u32(uint32_t address) {
   return x;
 }
 
-__device__ __forceinline__ float shared_f32(uint32_t address) { return __uint_as_float(shared_u32(address)); }
+__device__ __forceinline__ float shared_f32(uint32_t address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
 
 __device__ __forceinline__ float2 shared_f32x2(uint32_t address) {
   float2 x;
@@ -49,6 +53,15 @@ __device__ __forceinline__ void set_shared(uint32_t address, uint32_t x) {
 }
 
 __device__ __forceinline__ void set_shared(uint32_t address, float x) { set_shared(address, __float_as_uint(x)); }
+
+__device__ __forceinline__ void set_shared(uint32_t address, uint2 x) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x.x), "r"(x.y) : "memory");
+}
+
+__device__ __forceinline__ void set_shared(uint32_t address, uint4 x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
 
 __device__ __forceinline__ void set_shared(uint32_t address, float4 x) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)

@@ -90,21 +90,7 @@ __device__ void select_row(const SelectTask& task, int slot, Scratch<THREADS, BL
   const float* scores = task.scores + slot * task.score_stride;
   uint32_t ranks[kElements];
 #pragma unroll
-  for (int s = 0; s < kStrips; ++s) {
-    const int i = first + (s * THREADS + threadIdx.x) * 4;
-    float4 four = make_float4(0, 0, 0, 0);
-    if (i + 4 <= keys) {
-      four = *reinterpret_cast<const float4*>(scores + i);
-    } else if (i < keys) {
-      four.x = scores[i];
-      if (i + 1 < keys) four.y = scores[i + 1];
-      if (i + 2 < keys) four.z = scores[i + 2];
-    }
-    ranks[4 * s] = i < keys ? rank_of_score(four.x) : kNoRank;
-    ranks[4 * s + 1] = i + 1 < keys ? rank_of_score(four.y) : kNoRank;
-    ranks[4 * s + 2] = i + 2 < keys ? rank_of_score(four.z) : kNoRank;
-    ranks[4 * s + 3] = i + 3 < keys ? rank_of_score(four.w) : kNoRank;
-  }
+  for (int s = 0; s < kStrips; ++s) load_ranks(scores, first + (s * THREADS + threadIdx.x) * 4, keys, ranks + 4 * s);
 
   const Found found = search(ranks, keys, topk, topk, scratch.search);
   uint32_t chosen = 0;

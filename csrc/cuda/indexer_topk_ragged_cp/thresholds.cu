@@ -61,21 +61,7 @@ __global__ __launch_bounds__(THREADS, 1024 / THREADS) void threshold_kernel(cons
   const float* scores = task.sample + slot * task.sample_stride;
   uint32_t ranks[kElements];
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    const int column = (v * THREADS + threadIdx.x) * 4;
-    float4 four = make_float4(0, 0, 0, 0);
-    if (column + 4 <= columns) {
-      four = *reinterpret_cast<const float4*>(scores + column);
-    } else if (column < columns) {  // nobody wrote what is behind the row's last key
-      four.x = scores[column];
-      if (column + 1 < columns) four.y = scores[column + 1];
-      if (column + 2 < columns) four.z = scores[column + 2];
-    }
-    ranks[4 * v] = column < columns ? rank_of_score(four.x) : kNoRank;
-    ranks[4 * v + 1] = column + 1 < columns ? rank_of_score(four.y) : kNoRank;
-    ranks[4 * v + 2] = column + 2 < columns ? rank_of_score(four.z) : kNoRank;
-    ranks[4 * v + 3] = column + 3 < columns ? rank_of_score(four.w) : kNoRank;
-  }
+  for (int v = 0; v < kVectors; ++v) load_ranks(scores, (v * THREADS + threadIdx.x) * 4, columns, ranks + 4 * v);
   if (threadIdx.x == 0) scratch.stored = 0;
 
   // One in sixteen more survivors spares half of the search; a sample of everything needs no spare ones.

@@ -7,6 +7,7 @@
 
 #include "../device/cp_async.cuh"
 #include "../device/mma_sync.cuh"
+#include "../device/shared_access.cuh"
 #include "direct.cuh"
 
 namespace sparse_cp_ops::staged {
@@ -24,23 +25,6 @@ inline constexpr uint32_t kVectorBytes = 256, kCosSinOffset = kHeads * kVectorBy
 inline constexpr uint32_t kStageBytes = kCosSinOffset + kRopeDims * 4, kStagesBytes = kWarps * kStageBytes;
 inline constexpr int kSharedBytes = 2 * kStagesBytes;
 
-__device__ __forceinline__ uint4 load_shared(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_shared(uint32_t address, uint4 v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
-               :
-               : "r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
-__device__ __forceinline__ void store_shared(uint32_t address, uint2 v) {
-  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" : : "r"(address), "r"(v.x), "r"(v.y) : "memory");
-}
 // Keeps addresses that are one operation away from this one out of registers.
 __device__ __forceinline__ uint32_t opaque(uint32_t x) {
   asm volatile("" : "+r"(x));
@@ -79,7 +63,7 @@ __device__ __forceinline__ void start_copy(const QuantQKParams& p, const Set& se
   constexpr uint32_t kNan = 0x7FFFFFFF;
   if (position >= 0 && position < p.table.max_positions)
     cp_async_16(target, p.table.cos_sin + int64_t{position} * kRopeDims + lane * 4, true);
-  else store_shared(target, make_uint4(kNan, kNan, kNan, kNan));
+  else set_shared(target, make_uint4(kNan, kNan, kNan, kNan));
 }
 
 template <bool kHardwareFp8>
@@ -89,9 +73,9 @@ __device__ __forceinline__ void quantise_set(const QuantQKParams& p, const Absma
   const uint32_t lane = threadIdx.x % 32, vector = Lanes::vector();
   const uint32_t own = opaque(stage + vector * kVectorBytes + (vector * 2 % 8 ^ Lanes::lane()) * 16);
 #pragma unroll
-  for (int m = 0; m < Lanes::kPieces; ++m) unpack_bf16x8(load_shared(own ^ (m * 32)), v + 8 * m);
+  for (int m = 0; m < Lanes::kPieces; ++m) unpack_bf16x8(shared_u32x4(own ^ (m * 32)), v + 8 * m);
   const auto load4 = [&](int i, float* out) {
-    const uint4 x = load_shared(stage + kCosSinOffset + i * 4);
+    const uint4 x = shared_u32x4(stage + kCosSinOffset + i * 4);
     out[0] = __uint_as_float(x.x), out[1] = __uint_as_float(x.y);
     out[2] = __uint_as_float(x.z), out[3] = __uint_as_float(x.w);
   };
@@ -103,14 +87,14 @@ __device__ __forceinline__ void quantise_set(const QuantQKParams& p, const Absma
   const uint32_t target = opaque(stage + vector * kVectorBytes + vector % 8 * 16);
 #pragma unroll
   for (int m = 0; m < Lanes::kPieces; ++m)
-    store_shared((target ^ (m * 16)) + Lanes::lane() * 8, make_uint2(bytes[2 * m], bytes[2 * m + 1]));
+    set_shared((target ^ (m * 16)) + Lanes::lane() * 8, make_uint2(bytes[2 * m], bytes[2 * m + 1]));
   __syncwarp();
   const int64_t i = int64_t{set.row} * p.heads + set.number * kHeads;
   auto* out = reinterpret_cast<uint4*>(p.q_fp8 + i * kIndexDim) + lane;
   const uint32_t group = lane / 8, first = stage + group * kVectorBytes + (lane % 8 ^ group) * 16;
 #pragma unroll
   for (uint32_t n = 0; n < kHeads / 4; ++n)  // four vectors at a time
-    out[32 * n] = load_shared((first ^ (4 * n % 8 * 16)) + 4 * n * kVectorBytes);
+    out[32 * n] = shared_u32x4((first ^ (4 * n % 8 * 16)) + 4 * n * kVectorBytes);
   if (Lanes::lane() == 0) store_weight(p, set.row, set.number * kHeads + vector, weight, scale);
   __syncwarp();  // the stage may be filled again
 }

@@ -35,8 +35,8 @@ __global__ void merge_parts_kernel(SparseMlaParams p, KeySplit split) {
   auto* target = reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + state * kLatentDim) + lane;
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    target[i * 32] = make_uint2(pack_bf16x2(sum[i][0] * factor, sum[i][1] * factor),
-                                pack_bf16x2(sum[i][2] * factor, sum[i][3] * factor));
+    target[i * 32] = make_uint2(float_to_bf16x2(sum[i][0] * factor, sum[i][1] * factor),
+                                float_to_bf16x2(sum[i][2] * factor, sum[i][3] * factor));
   if (lane == 0) p.lse[state] = total == 0.0f ? -INFINITY : peak + logf(total);
 }
 

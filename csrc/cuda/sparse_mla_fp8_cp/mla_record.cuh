@@ -11,11 +11,12 @@
 // Queries: the latent part becomes f16 times 2^-k with one k a head that moves its largest value just below 2^5.
 #pragma once
 
-#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
 #include <cstdint>
+
+#include "../device/bf16.cuh"
 
 namespace sparse_cp_ops {
 
@@ -77,18 +78,9 @@ __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
   return reinterpret_cast<const uint32_t&>(product);
 }
 
-__device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-
 __device__ __forceinline__ uint32_t pack_f16x2(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return reinterpret_cast<const uint32_t&>(pair);
-}
-
-__device__ __forceinline__ float2 unpack_bf16x2(uint32_t pair) {
-  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
 // Bytes 0, 1 (high = false) or 2, 3 of `bytes` as a pair of f16, times the power of two behind `multiplier`.
@@ -112,6 +104,21 @@ inline constexpr uint32_t kNanBits = 0x80808080u;
 // (see kMinRecordExponent) and keeps what is 2^-18 of the largest value or more exact.
 __device__ __forceinline__ int query_exponent(float peak) {
   return min(max(static_cast<int>(__float_as_uint(peak) >> 23 & 0xff) - 127 - 4, -40), 122);
+}
+
+// The largest of `peak` and the magnitudes of eight bf16.
+__device__ __forceinline__ float query_peak(const uint4& piece, float peak) {
+  for (uint32_t pair : {piece.x, piece.y, piece.z, piece.w}) {
+    const float2 v = unpack_bf16x2(pair);
+    peak = fmaxf(peak, fmaxf(fabsf(v.x), fabsf(v.y)));
+  }
+  return peak;
+}
+
+// A pair of bf16 times 2^-k: f16 for the latent part, bf16 for the RoPE part.
+__device__ __forceinline__ uint32_t scaled_query(uint32_t pair, bool latent, float factor) {
+  const float2 v = unpack_bf16x2(pair);
+  return latent ? pack_f16x2(v.x * factor, v.y * factor) : float_to_bf16x2(v.x * factor, v.y * factor);
 }
 
 }  // namespace sparse_cp_ops

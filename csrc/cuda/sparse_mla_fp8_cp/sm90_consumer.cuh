@@ -64,10 +64,7 @@ __device__ __forceinline__ void load_queries(const SparseMlaParams& p, const Ite
                                source[6] | source[7] << 16);
       }
       if (piece >= kLatentPieces) continue;
-      for (uint32_t pair : {pieces[i].x, pieces[i].y, pieces[i].z, pieces[i].w}) {
-        const float2 v = unpack_bf16x2(pair);
-        peak = fmaxf(peak, fmaxf(fabsf(v.x), fabsf(v.y)));
-      }
+      peak = query_peak(pieces[i], peak);
     }
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, lanes));
@@ -79,19 +76,16 @@ __device__ __forceinline__ void load_queries(const SparseMlaParams& p, const Ite
       if (piece >= kPieces) continue;
       uint32_t pairs[4] = {pieces[i].x, pieces[i].y, pieces[i].z, pieces[i].w};
 #pragma unroll
-      for (uint32_t& pair : pairs) {
-        const float2 v = unpack_bf16x2(pair);
-        pair = piece < kLatentPieces ? pack_f16x2(v.x * factor, v.y * factor) : pack_bf16x2(v.x * factor, v.y * factor);
-      }
-      store_shared4(c.base + kQueryOffset + piece / 8 * kChunkBytes + swizzled(head, piece % 8),
-                    make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+      for (uint32_t& pair : pairs) pair = scaled_query(pair, piece < kLatentPieces, factor);
+      set_shared(c.base + kQueryOffset + piece / 8 * kChunkBytes + swizzled(head, piece % 8),
+                 make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
     }
     if (c.lane == 0) store_shared(c.base + kPeakOffset + head * 4, power_of_two(exponent) * (p.softmax_scale * kLog2e));
   }
   fence_async_proxy();
   named_barrier(kConsumerBarrier, kConsumers);
-  c.query_factor[0] = load_shared(c.base + kPeakOffset + c.row * 4);
-  c.query_factor[1] = load_shared(c.base + kPeakOffset + (c.row + 8) * 4);
+  c.query_factor[0] = shared_f32(c.base + kPeakOffset + c.row * 4);
+  c.query_factor[1] = shared_f32(c.base + kPeakOffset + (c.row + 8) * 4);
   named_barrier(kConsumerBarrier, kConsumers);  // the peaks' memory is free again
 }
 
@@ -138,7 +132,7 @@ __device__ __forceinline__ void scaled_scores(const Consumer& c, float (&s)[32])
     pin(s);
 #pragma unroll
     for (int k = 0; k < 16; ++k) {
-      const float4 f = load_shared4(c.factors(k / 2 * 8 + c.lane % 4 * 2 + k % 2));
+      const float4 f = shared_f32x4(c.factors(k / 2 * 8 + c.lane % 4 * 2 + k % 2));
       const float next = j + 1 < kLatentTiles ? element(f, (j + 1) % 4 ^ (2 * c.w)) : unit_of(f);
       const float ratio = next == 0.0f ? 0.0f : element(f, t) / next;
       s[k / 2 * 4 + k % 2] *= ratio;
@@ -180,9 +174,9 @@ __device__ __forceinline__ void start_other_step(Consumer& c) {
   mbarrier_wait(c.barriers.weights(owner), c.other_parity);
   fence_async_proxy();
   const uint32_t scratch = c.base + kScratchOffset + owner * kHeads * 4 + c.row * 4;
-  const float factor[2] = {load_shared(scratch), load_shared(scratch + 32)};
-  c.peak[0] = load_shared(c.base + kPeakOffset + c.row * 4);
-  c.peak[1] = load_shared(c.base + kPeakOffset + (c.row + 8) * 4);
+  const float factor[2] = {shared_f32(scratch), shared_f32(scratch + 32)};
+  c.peak[0] = shared_f32(c.base + kPeakOffset + c.row * 4);
+  c.peak[1] = shared_f32(c.base + kPeakOffset + (c.row + 8) * 4);
   c.total[0] *= factor[0], c.total[1] *= factor[1];
   rescale(c, factor);
   const uint64_t v = values(c, owner), weights = swizzled_tile(c.tile(owner) + kRopeChunk * kChunkBytes);
@@ -216,7 +210,7 @@ __device__ __forceinline__ void finish_other_step(Consumer& c, bool started) {
 template <bool kUniform>
 __device__ __forceinline__ float unit(const Consumer& c, int j) {
   const uint32_t address = c.factors(j / 2 * 8 + c.lane % 4 * 2 + j % 2);
-  return kUniform ? load_shared(address) : unit_of(load_shared4(address));
+  return kUniform ? shared_f32(address) : unit_of(shared_f32x4(address));
 }
 
 // s: sums -> logits + exponents. Moves the peaks if necessary; `factor` is what this means for earlier results.
@@ -271,8 +265,8 @@ __device__ __forceinline__ void pack_weights(const Consumer& c, int t, const flo
   for (int j = 0; j < 8; ++j) {
     float m0 = 1.0f, m1 = 1.0f;
     if constexpr (!kUniform) {
-      const float4 f0 = load_shared4(c.factors(j * 8 + c.lane % 4 * 2));
-      const float4 f1 = load_shared4(c.factors(j * 8 + c.lane % 4 * 2 + 1));
+      const float4 f0 = shared_f32x4(c.factors(j * 8 + c.lane % 4 * 2));
+      const float4 f1 = shared_f32x4(c.factors(j * 8 + c.lane % 4 * 2 + 1));
       m0 = element(f0, t) * inverse_power(unit_of(f0));
       m1 = element(f1, t) * inverse_power(unit_of(f1));
     }
@@ -398,7 +392,7 @@ __device__ __forceinline__ void store_results(const SparseMlaParams& p, const Ke
   float* lse = whole ? p.lse : split.partial_lse;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    total[i] = load_shared(scratch + i * 32) + load_shared(scratch + kHeads * 4 + i * 32);
+    total[i] = shared_f32(scratch + i * 32) + shared_f32(scratch + kHeads * 4 + i * 32);
     inverse[i] = 1.0f / total[i];
     if (c.w == 0 && c.lane % 4 == 0)
       lse[row * p.heads + item.head0 + c.row + i * 8] =
@@ -415,8 +409,8 @@ __device__ __forceinline__ void store_results(const SparseMlaParams& p, const Ke
 #pragma unroll
       for (int j = 0; j < 32; j += 4)
         *reinterpret_cast<uint4*>(out + j * 8) = transpose_quad(
-            c.lane, pack_bf16x2(value(j, 0), value(j, 1)), pack_bf16x2(value(j + 1, 0), value(j + 1, 1)),
-            pack_bf16x2(value(j + 2, 0), value(j + 2, 1)), pack_bf16x2(value(j + 3, 0), value(j + 3, 1)));
+            c.lane, float_to_bf16x2(value(j, 0), value(j, 1)), float_to_bf16x2(value(j + 1, 0), value(j + 1, 1)),
+            float_to_bf16x2(value(j + 2, 0), value(j + 2, 1)), float_to_bf16x2(value(j + 3, 0), value(j + 3, 1)));
     } else {
       float* out = split.partial_out + start + c.lane % 4 * 2;
 #pragma unroll
@@ -439,7 +433,7 @@ __device__ __forceinline__ void consume(const SparseMlaParams& p, const KeySplit
   for (int64_t number = blockIdx.x; number < items; number += gridDim.x, ++count) {
     const Item item = work_item(p, split, number);
     mbarrier_wait(c.barriers.item_full(count & 1), count >> 1 & 1);
-    const int steps = __float_as_int(load_shared(c.barriers.steps(count & 1)));
+    const int steps = static_cast<int>(shared_u32(c.barriers.steps(count & 1)));
     __syncwarp();
     if (c.lane == 0) mbarrier_arrive(c.barriers.item_empty(count & 1));
     load_queries(p, item, c);

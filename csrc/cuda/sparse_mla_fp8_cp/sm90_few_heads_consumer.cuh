@@ -60,10 +60,7 @@ __device__ __forceinline__ void load_queries(const SparseMlaParams& p, const Ite
       pieces[i] = vectors ? *reinterpret_cast<const uint4*>(x)
                           : make_uint4(x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16);
       if (i == kRopeChunk) continue;
-      for (uint32_t pair : {pieces[i].x, pieces[i].y, pieces[i].z, pieces[i].w}) {
-        const float2 v = unpack_bf16x2(pair);
-        peak = fmaxf(peak, fmaxf(fabsf(v.x), fabsf(v.y)));
-      }
+      peak = query_peak(pieces[i], peak);
     }
 #pragma unroll
     for (int lanes = 1; lanes < 8; lanes *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, lanes));
@@ -74,15 +71,13 @@ __device__ __forceinline__ void load_queries(const SparseMlaParams& p, const Ite
       const uint32_t pairs[4] = {pieces[i].x, pieces[i].y, pieces[i].z, pieces[i].w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float2 v = unpack_bf16x2(pairs[j]);
         const bool rope = i == kRopeChunk;
-        const uint32_t pair = rope ? pack_bf16x2(v.x * factor, v.y * factor) : pack_f16x2(v.x * factor, v.y * factor);
         // Lane c of a quad loads bytes 16 c .. 16 c + 15 of a latent chunk, or of each half of the RoPE chunk; pair j
         // of a 16-dimension product is its half j % 2.
         const int product = rope ? part / 4 * 2 + j / 2 : part % 2 * 2 + j / 2, lane = rope ? part % 4 : part / 2;
         set_shared(base + S::kQueryOffset + i * S::kChunkBytes + head * 128 +
                        ((2 * product + j % 2) ^ (head & 7)) * 16 + lane * 4,
-                   pair);
+                   scaled_query(pairs[j], !rope, factor));
       }
     }
     if (part == 0)
@@ -176,6 +171,19 @@ __device__ __forceinline__ float power_ratio(int a, int b) {
   return __uint_as_float(static_cast<uint32_t>(max(a - b + 127, 0)) << 23);
 }
 
+// Moves the reference of scale tile t, and its sums with it, which also get the factors of their heads.
+template <class S>
+__device__ __forceinline__ void move_reference(Worker<S>& c, int t, int reference,
+                                               const float (&factors)[S::kColumns]) {
+  const float ratio = power_ratio(c.reference[t], reference);
+  c.reference[t] = reference;
+#pragma unroll
+  for (int i = 0; i < 2 * S::kAccumulators; ++i) {
+    const int k = i % S::kAccumulators;
+    c.o[t][i / S::kAccumulators][k] *= factors[k / 4 * 2 + k % 2] * ratio;
+  }
+}
+
 // Moves peaks and references to the largest so far, and what has been added with them.
 template <class S>
 __device__ __forceinline__ void move_references(Worker<S>& c, const float (&s)[S::kAccumulators],
@@ -212,13 +220,7 @@ __device__ __forceinline__ void move_references(Worker<S>& c, const float (&s)[S
 #pragma unroll
     for (int warp = 0; warp < 4; ++warp)
       reference = max(reference, static_cast<int>(shared_u32(c.warp_reference(warp) + t * 4)));
-    const float ratio = power_ratio(c.reference[t], reference);
-    c.reference[t] = reference;
-#pragma unroll
-    for (int i = 0; i < 2 * S::kAccumulators; ++i) {
-      const int k = i % S::kAccumulators;
-      c.o[t][i / S::kAccumulators][k] *= factors[k / 4 * 2 + k % 2] * ratio;
-    }
+    move_reference(c, t, reference, factors);
   }
   named_barrier(kWorkerBarrier + c.w, kWarpgroup);  // the new peaks can be read
 }

@@ -62,13 +62,7 @@ __device__ __forceinline__ void join_workers(Worker<S>& c, int active, float (&p
     for (int w = 0; w < active; ++w)
       reference =
           max(reference, static_cast<int>(shared_u32(of(w, c.warp_reference(0) + t * 4, 4 * kLatentTiles * 4))));
-    const float ratio = power_ratio(c.reference[t], reference);
-    c.reference[t] = reference;
-#pragma unroll
-    for (int i = 0; i < 2 * S::kAccumulators; ++i) {
-      const int k = i % S::kAccumulators;
-      c.o[t][i / S::kAccumulators][k] *= factors[k / 4 * 2 + k % 2] * ratio;
-    }
+    move_reference(c, t, reference, factors);
   }
   if (active == 1) return;
   // One scale tile after the other, in the memory of the weights: thread i of a worker and thread i of another hold the
@@ -108,7 +102,7 @@ __device__ __forceinline__ float4 four_values(const Worker<S>& c, int tile, int 
 }
 
 __device__ __forceinline__ uint2 pack_bf16x4(const float4& x, float factor) {
-  return make_uint2(pack_bf16x2(x.x * factor, x.y * factor), pack_bf16x2(x.z * factor, x.w * factor));
+  return make_uint2(float_to_bf16x2(x.x * factor, x.y * factor), float_to_bf16x2(x.z * factor, x.w * factor));
 }
 
 __device__ __forceinline__ float log_sum(float peak, float total) {

@@ -31,10 +31,11 @@ __device__ __forceinline__ int count_steps(const SparseMlaParams& p, const RowKe
     if (keys.may_use(p, keys.list[item.begin + i])) last = i;
   last = __reduce_max_sync(~0u, last);
   named_barrier(kProducerBarrier, kWarpgroup);  // the scratch of the item before has been read
-  if (thread % 32 == 0) store_shared(barriers.scan(thread / 32), __int_as_float(last));
+  if (thread % 32 == 0) set_shared(barriers.scan(thread / 32), static_cast<uint32_t>(last));
   named_barrier(kProducerBarrier, kWarpgroup);
 #pragma unroll
-  for (int warp = 0; warp < kWarpgroup / 32; ++warp) last = max(last, __float_as_int(load_shared(barriers.scan(warp))));
+  for (int warp = 0; warp < kWarpgroup / 32; ++warp)
+    last = max(last, static_cast<int>(shared_u32(barriers.scan(warp))));
   return (last + kKeys) / kKeys;
 }
 
@@ -117,13 +118,13 @@ struct DirectSource {
       // Lanes 4 to 7 write the second chunk, other half first: eight lanes fall into eight bank groups.
       const int second = lane / 4, piece = lane % 4 * 2;
       const uint32_t chunk = tile + (half * (kLatentChunks / 2) + 2 * t + second) * kChunkBytes;
-      store_shared4(chunk + swizzled(row, piece + second), second ? high : low);
-      store_shared4(chunk + swizzled(row, piece + 1 - second), second ? low : high);
+      set_shared(chunk + swizzled(row, piece + second), second ? high : low);
+      set_shared(chunk + swizzled(row, piece + 1 - second), second ? low : high);
     }
     if (kPart == 1)
-      store_shared4(tile + kRopeChunk * kChunkBytes + swizzled(row, lane),
-                    used ? convert_rope(x.rope, scales.rope_multiplier) : zero);
-    else if (lane == 0) store_shared4(factors + row * 16, used ? reinterpret_cast<const uint4&>(scales.factors) : zero);
+      set_shared(tile + kRopeChunk * kChunkBytes + swizzled(row, lane),
+                 used ? convert_rope(x.rope, scales.rope_multiplier) : zero);
+    else if (lane == 0) set_shared(factors + row * 16, used ? reinterpret_cast<const uint4&>(scales.factors) : zero);
   }
 
   template <int kPart>
@@ -167,7 +168,7 @@ __device__ __forceinline__ void produce(const SparseMlaParams& p, const KeySplit
     const int steps = count_steps(p, keys, item, barriers);
     if (thread == 0) {
       mbarrier_wait(barriers.item_empty(count & 1), (count >> 1 & 1) ^ 1);
-      store_shared(barriers.steps(count & 1), __int_as_float(steps));
+      set_shared(barriers.steps(count & 1), static_cast<uint32_t>(steps));
       mbarrier_arrive(barriers.item_full(count & 1));
     }
     for (int i = 0; i < steps; ++i) {

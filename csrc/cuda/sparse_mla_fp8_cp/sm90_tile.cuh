@@ -4,6 +4,7 @@
 #include <climits>
 
 #include "../device/mma_sync.cuh"
+#include "../device/shared_access.cuh"
 #include "../device/sm90.cuh"
 #include "../device/wgmma.cuh"
 #include "kernels.h"
@@ -123,28 +124,9 @@ __device__ __forceinline__ Item work_item(const SparseMlaParams& p, const KeySpl
   return item;
 }
 
-__device__ __forceinline__ float load_shared(uint32_t address) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-  return x;
-}
-
-__device__ __forceinline__ float4 load_shared4(uint32_t address) {
-  float4 x;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(address)
-               : "memory");
-  return x;
-}
-
+// set_shared with a store of another type: what was measured is the order of instructions that ptxas chooses with it.
 __device__ __forceinline__ void store_shared(uint32_t address, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
-}
-
-__device__ __forceinline__ void store_shared4(uint32_t address, uint4 x) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
-               : "memory");
 }
 
 }  // namespace sm90
