@@ -11,6 +11,7 @@ from cp_harness import attention_inputs, mla_config, parallelism
 from sparse_cp_ops.config import CPRotateMethod, ParallelismConfig
 from sparse_cp_ops.context_parallel import CpPlan
 from sparse_cp_ops.context_parallel import collectives as comm
+from sparse_cp_ops.context_parallel.registered_buffer import RegisteredBuffer
 from sparse_cp_ops.nn import MlaAttention, get_mla_impl
 
 
@@ -167,10 +168,10 @@ def test_all_ranks_use_registered_memory_or_none_does(
     """A backend that cannot register is no crash, and neither is one that only failed elsewhere."""
     group = FakeGroup()
 
-    def register(*arguments: object) -> comm._RegisteredBuffer:
+    def register(*arguments: object) -> RegisteredBuffer:
         if not registered_here:
             raise OSError("no such transport")
-        return comm._RegisteredBuffer(torch.empty(16, dtype=torch.uint8))
+        return RegisteredBuffer(torch.empty(16, dtype=torch.uint8))
 
     def of_two_ranks(x: torch.Tensor, group: object, op: object = dist.ReduceOp.SUM) -> None:
         if op == dist.ReduceOp.MIN:
@@ -179,7 +180,7 @@ def test_all_ranks_use_registered_memory_or_none_does(
     zeros, tensor = torch.zeros, torch.tensor
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "all_reduce", of_two_ranks)
-    monkeypatch.setattr(comm._RegisteredBuffer, "register", register)
+    monkeypatch.setattr(RegisteredBuffer, "register", register)
     monkeypatch.setattr(torch, "zeros", lambda *sizes, device: zeros(*sizes))
     monkeypatch.setattr(torch, "tensor", lambda data, dtype=None, device=None: tensor(data, dtype=dtype))
     with caplog.at_level(logging.INFO):
@@ -192,7 +193,7 @@ def test_all_ranks_use_registered_memory_or_none_does(
 def test_registered_memory_is_lent_to_one_gather_at_a_time() -> None:
     group = comm.CpGroup(2, 1, "fake", FakeGroup())  # type: ignore[arg-type]
     memory = torch.empty(64, dtype=torch.uint8)
-    comm._registered_buffers[group.process_group] = comm._RegisteredBuffer(memory)  # type: ignore[index]
+    comm._registered_buffers[group.process_group] = RegisteredBuffer(memory)  # type: ignore[index]
 
     def gather(block_bytes: int = 32, limit: int = 64, borrower: int = 7) -> tuple[comm.BlockGather, bool]:
         made = comm.BlockGather(group, block_bytes, torch.device("cpu"), limit, borrower)

@@ -9,7 +9,6 @@ A rank that fails leaves the others in a collective that ends with an error afte
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import weakref
@@ -19,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from sparse_cp_ops.context_parallel.registered_buffer import RegisteredBuffer
 
 if TYPE_CHECKING:
     from sparse_cp_ops.config import ParallelismConfig
@@ -369,72 +370,11 @@ def _gather_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class _RegisteredBuffer:
-    """Persistent memory that NCCL has registered, lent to one gather at a time.
-
-    Ranks must not mix registered and plain memory in one collective (NCCL documentation, user buffer registration).
-    So what decides is the same on all of them: sizes and the order of calls, never whether an object still lives.
-    """
-
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
-        self._borrower: int | None = None  # who has the memory
-        self._last_stream: torch.cuda.Stream | None = None
-
-    @classmethod
-    def register(cls, nbytes: int, device: torch.device, process_group: dist.ProcessGroup) -> _RegisteredBuffer:
-        """Allocate memory that NCCL's allocator gives and register it with the group's communicator."""
-        backend: Any = process_group._get_backend(device)
-        with torch.cuda.device(device):  # a pool belongs to the current device
-            idle = _idle_pools.setdefault((torch.cuda.current_device(), nbytes), [])
-            pool = idle.pop() if idle else _immortal_pool(backend.mem_allocator)
-            with torch.cuda.use_mem_pool(pool):
-                buffer = cls(torch.empty(nbytes, dtype=torch.uint8, device=device))
-            weakref.finalize(buffer, idle.append, pool).atexit = False
-            backend.register_mem_pool(pool)
-        return buffer
-
-    def take(self, nbytes: int, borrower: int) -> Tensor | None:
-        """The first bytes until :meth:`release`, or None if there are not enough or another gather has them."""
-        if nbytes > self._memory.shape[0] or self._borrower is not None:
-            return None
-        self._borrower = borrower
-        if self._memory.is_cuda:
-            # The last scatter may still run on its stream. A capture must not wait on what is outside of it; there the
-            # order of replays is the caller's, as it is for the caches.
-            stream = torch.cuda.current_stream(self._memory.device)
-            if self._last_stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
-                stream.wait_stream(self._last_stream)
-            self._last_stream = stream
-        return self._memory[:nbytes]
-
-    def release(self, borrower: int) -> None:
-        """If the borrower has the memory, it is done with it or has given up."""
-        if self._borrower == borrower:
-            self._borrower = None
-
-
-# Pools of buffers whose group is gone, by device and bytes: the next buffer of that size takes one.
-_idle_pools: dict[tuple[int, int], list[Any]] = {}
-
-
-def _immortal_pool(allocator: Any) -> Any:
-    """A memory pool that is never freed.
-
-    Freeing its memory deregisters it with every communicator that it was registered with, destroyed ones included, and
-    that ends the process (torch 2.11: "NCCL communicator was aborted", from a destructor). Nothing tells beforehand
-    that a group is about to be destroyed.
-    """
-    pool = torch.cuda.MemPool(allocator)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
-    return pool
-
-
 # Weak: a buffer goes with its group's communicator.
-_registered_buffers: weakref.WeakKeyDictionary[dist.ProcessGroup, _RegisteredBuffer] = weakref.WeakKeyDictionary()
+_registered_buffers: weakref.WeakKeyDictionary[dist.ProcessGroup, RegisteredBuffer] = weakref.WeakKeyDictionary()
 
 
-def _registered_buffer(group: CpGroup) -> _RegisteredBuffer | None:
+def _registered_buffer(group: CpGroup) -> RegisteredBuffer | None:
     return None if group.process_group is None else _registered_buffers.get(group.process_group)
 
 
@@ -477,7 +417,7 @@ def _register_on_all_ranks(nbytes: int, device: torch.device, group: dist.Proces
     buffer, reason = None, "another rank could not register its buffer"
     dist.all_reduce(torch.zeros(1, device=device), group=group)  # makes the communicator, if nothing has yet
     try:
-        buffer = _RegisteredBuffer.register(nbytes, device, group)
+        buffer = RegisteredBuffer.register(nbytes, device, group)
     except Exception as error:  # whatever the backend can't do, plain collectives still can
         reason = f"the backend did not register the buffer ({type(error).__name__}: {error})"
     # The least of each over the ranks: registered everywhere, and equally large everywhere?

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparse_cp_ops.config import CPRotateMethod, ParallelismConfig, PrefillCPConfig
 from sparse_cp_ops.context_parallel import collectives
+from sparse_cp_ops.context_parallel.registered_buffer import RegisteredBuffer
 
 # Bytes that a rank receives -> microseconds: 512, 4096, 16384 and 65536 rows of 788 bytes from one other GPU. Not
 # from the run of benchmarks/results/H200x2.md, where the last three take 89, 77 and 248.
@@ -108,5 +109,5 @@ def simulated_communication(device: torch.device) -> Iterator[None]:
 def registered_blocks(group: SimulatedRanks, nbytes: int, device: torch.device) -> Tensor:
     """uint8 [nbytes] that the group's gathers of records use from now on, in place of memory that NCCL registered."""
     memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    collectives._registered_buffers[group] = collectives._RegisteredBuffer(memory)  # type: ignore[index]
+    collectives._registered_buffers[group] = RegisteredBuffer(memory)  # type: ignore[index]
     return memory
