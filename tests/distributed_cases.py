@@ -67,6 +67,37 @@ def an_abandoned_gather_leaves_nothing_behind(group: comm.CpGroup) -> None:
     assert_cache_equal(many.cache, one.cache)
 
 
+def two_batches_are_interleaved(group: comm.CpGroup) -> None:
+    """Two batches in flight, with a planner each: both gathers of a layer run before the first one is waited for."""
+    scenario = new_scenario([21, 40])
+    batches = (([20, 3], [0, 0]), ([1, 37], [20, 3]))  # the second one is behind the first one's tokens
+    many = [new_rank(scenario, group) for _ in batches]
+    many[1].cache = many[0].cache
+    plans = [
+        rank.op.plan(attention_inputs(*batch, scenario.block_table)) for rank, batch in zip(many, batches, strict=True)
+    ]
+    rows = [
+        [rank.rows(packed, plan) for packed in scenario.batch(*batch)]
+        for rank, plan, batch in zip(many, plans, batches, strict=True)
+    ]
+    results: list[list[Tensor]] = [[], []]
+    picks: list[Tensor | None] = [None, None]
+    for layer in range(2):
+        written = [many[i].write(layer, rows[i][layer], plans[i]) for i in range(2)]
+        for i in range(2):
+            *attended, picks[i] = many[i].attend(layer, rows[i][layer], plans[i], written[i], picks[i])
+            results[i] += [comm.restore_rows(local, plans[i], group) for local in (*attended, picks[i])]
+    one = one_rank(scenario)
+    for mine, batch in zip(results, batches, strict=True):
+        assert_bitwise(mine, run(one, scenario, *batch))
+    assert_cache_equal(many[0].cache, one.cache)
+    # A plan still ends with the next one of its own planner, and with that alone.
+    many[0].op.plan(attention_inputs([1, 1], [0, 0], scenario.block_table))
+    with pytest.raises(ValueError, match="stale"):
+        many[0].op.new_kv_records(plans[0], True)
+    many[1].op.new_kv_records(plans[1], True)
+
+
 def compiled_steps_are_one_graph(group: comm.CpGroup) -> None:
     """The functional gather, fullgraph, at most 2 recompiles over many lengths, and the bits of one rank."""
     counter = CompileCounterWithBackend("inductor")
@@ -313,6 +344,7 @@ ANY_DEVICE: list[Case] = [
     prefill_of_mixed_batches,
     chunks_and_decode,
     an_abandoned_gather_leaves_nothing_behind,
+    two_batches_are_interleaved,
     sums_and_gathers_of_rows,
     hidden_states_at_the_end_of_the_model,
     plans_with_room,

@@ -13,6 +13,7 @@ from distributed_cases import (
     chunks_and_decode,
     compiled_steps_are_one_graph,
     prefill_of_mixed_batches,
+    two_batches_are_interleaved,
     user_buffer_config,
 )
 from rank_process import Case, assert_bitwise, device, layers, new_rank, new_scenario, one_rank, run
@@ -124,6 +125,7 @@ def everything_over_registered_buffers(group: comm.CpGroup) -> None:
     for case in (
         prefill_of_mixed_batches,
         chunks_and_decode,
+        two_batches_are_interleaved,
         captured_prefill_follows_new_lengths,
         nothing_waits_for_the_device,
     ):

@@ -331,9 +331,13 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match="cache: expected a PagedKvCache, got UnquantisedKvCache"):
             ours.layer(hidden, UnquantisedKvCache(2, 4), ours.impl, plan)
         alone, ours.impl.group = ours.impl.group, CpGroup(2, 0, "ranks")
-        with pytest.raises(ValueError, match="group: expected this layer to have the ranks of impl, 2, got 1"):
-            ours.layer(hidden, ours.cache, ours.impl, plan)
-        ours.impl.group = alone
+        # Also ranks that are as many, but others.
+        for other in (alone, CpGroup(2, 0, "others")):
+            ours.layer.group = other
+            got = f"expected this layer to have the group of impl, 2 ranks named 'ranks', got {other.size} named"
+            with pytest.raises(ValueError, match=f"group: {got} '{other.name}'"):
+                ours.layer(hidden, ours.cache, ours.impl, plan)
+        ours.impl.group = ours.layer.group = alone
         plain = Theirs("deepseek_v32").ours(quantise=False)
         with pytest.raises(ValueError, match="cache: expected an UnquantisedKvCache"):
             plain.layer(hidden, ours.cache, plain.impl, plain.prepare([4], [0]))

@@ -151,9 +151,11 @@ class MlaAttention(nn.Module):
         plan: CpPlan,
         prev_topk_indices: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        if impl.group.size != self.group.size:
+        # Not the process groups themselves: torch.compile would guard on them. No two groups share a name.
+        if impl.group.name != self.group.name or impl.group.size != self.group.size:
             raise ValueError(
-                f"group: expected this layer to have the ranks of impl, {impl.group.size}, got {self.group.size}"
+                f"group: expected this layer to have the group of impl, {impl.group.size} ranks named "
+                f"{impl.group.name!r}, got {self.group.size} named {self.group.name!r}"
             )
         if plan.head_mode == "batch_slice":
             hidden = take_local_rows(hidden, plan)

@@ -329,6 +329,8 @@ def get_mla_impl(
 ) -> SparseMlaImpl:
     """The attention of a model under a configuration: make one a model and share it between the layers.
 
+    An impl has one current plan. A model that works on several batches by turns has an impl for each of them.
+
     Args:
         mla_config: the model.
         parallelism_config: how the ranks share the work.
