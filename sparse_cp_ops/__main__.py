@@ -4,23 +4,28 @@ whole attention layer; ``cache``: look into a store."""
 import argparse
 import sys
 
+from sparse_cp_ops.bench import cli
+from sparse_cp_ops.bench.layer import cli as layer_cli
+from sparse_cp_ops.cache_store import inspection
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     parser = argparse.ArgumentParser(prog="python -m sparse_cp_ops", description=__doc__)
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("status", help="what is built, what can run here, and why not (the default)")
     bench = commands.add_parser("bench", help="measure the ops beside the ceilings of this machine")
     bench_layer = commands.add_parser("bench-layer", help="measure the whole attention layer")
     cache = commands.add_parser("cache", help="look into a cache store")
-    from sparse_cp_ops.bench import cli
-    from sparse_cp_ops.bench.layer import cli as layer_cli
-    from sparse_cp_ops.cache_store import inspection
-
     cli.add_arguments(bench)
     layer_cli.add_arguments(bench_layer)
     inspection.add_arguments(cache)
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    arguments = make_parser().parse_args(argv)
     if arguments.command == "bench":
         return cli.run(arguments)
     if arguments.command == "bench-layer":

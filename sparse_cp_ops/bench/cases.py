@@ -138,7 +138,7 @@ def indexer_decode(requests: int, tokens: int, precision: str = "fp32") -> Calla
 
 
 def attention_cases(device_type: str) -> Iterator[Case]:
-    """Sparse MLA: the prefill and decode shapes of docs/kernels.md."""
+    """Sparse MLA: the prefill and decode shapes of docs/kernels/sparse_mla.md."""
     op = "sparse_mla_fp8_cp"
     if device_type == "cpu":
         for heads in (16, 128):

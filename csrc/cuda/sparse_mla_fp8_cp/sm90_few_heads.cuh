@@ -3,7 +3,7 @@
 // Both products are swapped, scores^T = K . Q^T and out^T = V^T . weights^T, so that the heads are columns: 8, 16 or 32
 // cost what they are. K and V^T are first operands in registers, converted straight out of the raw records, which
 // producer warps bring by bulk copies. Each worker (a warpgroup) takes whole steps of 64 keys; workers, and with a
-// split list the blocks of a cluster, join their states at the end of a row. docs/kernels.md has the picture.
+// split list the blocks of a cluster, join their states at the end of a row. Picture: docs/kernels/sparse_mla.md.
 //
 // Numbers: e4m3 is exact in f16, so a sum over one scale tile is exact before its fp32 scale. Weights carry the scale
 // of their values, weight' = exp2(logit - peak) * scale * 2^-reference, in f16; a head has one running peak, a scale

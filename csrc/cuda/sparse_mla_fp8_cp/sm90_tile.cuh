@@ -1,4 +1,4 @@
-// Hopper kernel: sizes, shared memory and work items that its roles share. The pipeline is drawn in docs/kernels.md.
+// Hopper kernel: sizes, shared memory and work items that its roles share. Picture: docs/kernels/sparse_mla.md.
 #pragma once
 
 #include <climits>
