@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from sparse_cp_ops import ops
 from sparse_cp_ops.cache_store.prefix_cache import Tokens
 from sparse_cp_ops.context_parallel.collectives import CpGroup
+from sparse_cp_ops.ops import direct
 
 if TYPE_CHECKING:
     from sparse_cp_ops.cache_store.store import CacheStore
@@ -56,7 +56,7 @@ class CacheWriter:
         if not self._give_back.alive:
             raise RuntimeError("CacheWriter.write_layer: the writer is finished")
         with store.on_stream():
-            ops.write_cache_store(
+            direct.write_cache_store(
                 cache.mla[layer_id],
                 cache.indexer[layer_id],
                 self._page_ids,
