@@ -26,7 +26,7 @@ from sparse_cp_ops.bench.layer.host import arguments_of_ops, bare_calls
 from sparse_cp_ops.bench.layer.model import TINY, Bench, lens, random_layer
 from sparse_cp_ops.bench.layer.ranks import SimulatedRanks, context_parallel
 from sparse_cp_ops.config import ParallelismConfig
-from sparse_cp_ops.context_parallel import CpPlan, collectives, plan
+from sparse_cp_ops.context_parallel import CpPlan, collectives
 from sparse_cp_ops.kv_cache import PagedKvCache
 from sparse_cp_ops.nn import AttentionInputs, MlaAttention, get_mla_impl
 from sparse_cp_ops.ops import CpPlanRows, direct, expand_cp_plan
@@ -75,7 +75,7 @@ def plans(host: Host) -> None:
             device=host.device,
         )
         name = f"CpPlan.build, {requests} x {tokens} tokens"
-        with mock.patch.object(plan, "expand_cp_plan", new=no_expansion):
+        with mock.patch.object(direct, "expand_cp_plan", new=no_expansion):
             host.time(f"{name}, no expansion", build)
         if requests * tokens <= 100:
             host.time(name, build)

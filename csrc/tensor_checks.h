@@ -6,12 +6,13 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
-#include <cstdlib>
 #include <initializer_list>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+
+#include "check_switch.h"
 
 namespace sparse_cp_ops {
 
@@ -181,12 +182,6 @@ inline void check_no_overlap(const Tensor& written, const char* name, std::initi
     SCO_CHECK(begin >= start + byte_extent(t) || start >= end, name,
               ": expected memory of its own because it is written, got memory that overlaps ", read_name);
   }
-}
-
-// SPARSE_CP_OPS_CHECK=1: value checks that read device data. Read at each call, so that a debugger can switch it on.
-inline bool value_checks_enabled() {
-  const char* value = std::getenv("SPARSE_CP_OPS_CHECK");
-  return value != nullptr && value[0] != '\0' && std::string(value) != "0";
 }
 
 }  // namespace sparse_cp_ops

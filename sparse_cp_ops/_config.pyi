@@ -135,7 +135,6 @@ def plan_requests(
     page_size: int,
     table_width: int | None,
     max_positions: int | None,
+    table: NDArray[np.int32] | None = None,
 ) -> tuple[int, int, int]: ...
-def fill_request_table(
-    new_lens: NDArray[np.int32], prefix_lens: NDArray[np.int32], table: NDArray[np.int32]
-) -> None: ...
+def value_checks_enabled() -> bool: ...

@@ -7,7 +7,7 @@ import torch
 
 import sparse_cp_ops
 from sparse_cp_ops import _load
-from sparse_cp_ops._checks import value_checks_enabled
+from sparse_cp_ops._config import value_checks_enabled
 
 
 def _cuda_lines() -> list[str]:

@@ -88,6 +88,7 @@ def test_lengths_as_sequences_and_strided_views() -> None:
         CpPlan.build([5, 7], (100, 200), 1, 2),
         CpPlan.build(lens(5, 7), lens(100, 200), 1, 2),
         CpPlan.build(interleaved[::2], interleaved[1::2], 1, 2),
+        CpPlan.build(interleaved[::2].numpy(), interleaved[1::2].numpy(), 1, 2),
     ]
     for name in [*ROW_FIELDS, "request_table"]:
         assert all(torch.equal(getattr(plan, name), getattr(plans[0], name)) for plan in plans), name
@@ -108,6 +109,8 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"new_lens": lens(3, 4).long()}, ValueError, "new_lens: expected dtype int32, got int64"),
     ({"new_lens": lens(3, 4)[None]}, ValueError, r"new_lens: expected 1 dimension, got 2 \(shape \[1, 2\]\)"),
     ({"new_lens": lens(3, 4).to("meta")}, ValueError, "new_lens: expected device cpu .* got meta"),
+    ({"new_lens": lens(3, 4).long().numpy()}, ValueError, "new_lens: expected dtype int32, got int64"),
+    ({"new_lens": lens(3, 4)[None].numpy()}, ValueError, r"new_lens: expected 1 dimension, got 2 \(shape \[1, 2\]\)"),
     ({"prefix_lens": "12"}, TypeError, "prefix_lens: expected an int32 CPU tensor or a sequence of ints, got str"),
     ({"prefix_lens": [1, 2.0]}, TypeError, r"prefix_lens\[1\]: expected int, got float"),
     ({"new_lens": [1, 2**31]}, ValueError, r"new_lens\[1\]: expected an int32, got 2147483648"),

@@ -230,6 +230,13 @@ def test_lengths_with_a_stride_of_partial_elements() -> None:
         _config.plan_requests(lengths, lengths, 0, 1, "zigzag", 64, None, None)
 
 
+@pytest.mark.parametrize("table", [np.zeros((2, 2)), np.zeros((2, 3)), np.zeros(6), np.zeros((2, 3)).T])
+def test_request_tables_of_another_shape(table: np.ndarray[Any, Any]) -> None:
+    lengths = np.ones(3, dtype=np.int32)
+    with pytest.raises(ValueError, match=r"table: expected a contiguous array of shape \[>= 3, 2\]"):
+        _config.plan_requests(lengths, lengths, 0, 1, "zigzag", 64, None, None, table.astype(np.int32, order="K"))
+
+
 @pytest.mark.parametrize("kind", [PrefillCPConfig, ParallelismConfig])
 def test_a_config_without_a_state_is_the_default_one(kind: type) -> None:
     bare = [kind.__new__(kind) for _ in range(100)]

@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_cp_ops import _config
-from sparse_cp_ops._checks import value_checks_enabled
-from sparse_cp_ops.ops import expand_cp_plan
-from sparse_cp_ops.ops._types import require_ints, require_strs
+from sparse_cp_ops.ops import CpPlanRows, direct, expand_cp_plan
+from sparse_cp_ops.ops._types import require_ints, require_optional_ints, require_strs
 
-Lengths = Tensor | Sequence[int]
+Lengths = Tensor | NDArray[np.int32] | Sequence[int]
 
 
 @dataclass(eq=False)
@@ -93,7 +92,7 @@ class CpPlan:
         """Check a batch and plan its rows; host time grows with the requests, not with the tokens.
 
         Args:
-            new_lens: [B] int32 CPU tensor or sequence of ints, new tokens of each request.
+            new_lens: [B] int32 CPU tensor, int32 array or sequence of ints, new tokens of each request.
             prefix_lens: [B] likewise, tokens that are in the cache already.
             cp_rank: this rank, in [0, cp_size).
             cp_size: number of ranks that share the batch.
@@ -117,35 +116,39 @@ class CpPlan:
         """
         require_ints("CpPlan.build", cp_rank=cp_rank, cp_size=cp_size, page_size=page_size)
         require_strs("CpPlan.build", split=split)
-        capacities = {"max_requests": max_requests, "local_rows": local_rows, "total_tokens": total_tokens}
-        limits = {"max_positions": max_positions, **capacities}
-        require_ints("CpPlan.build", **{name: value for name, value in limits.items() if value is not None})
+        require_optional_ints(
+            "CpPlan.build",
+            max_positions=max_positions,
+            max_requests=max_requests,
+            local_rows=local_rows,
+            total_tokens=total_tokens,
+        )
         device = _device(device)
         if _is_capturing(device):
             # The copy from pinned memory would be repeated by every replay, when other plans use that memory.
             raise RuntimeError("CpPlan.build: expected no CUDA graph capture: build plans outside, refill with copy_")
         new, prefix = _lengths("new_lens", new_lens), _lengths("prefix_lens", prefix_lens)
-        requests = len(new)
+        requests, width = len(new), None
         if len(prefix) != requests:
             raise ValueError(f"prefix_lens: expected shape [{requests}] (that of new_lens), got [{len(prefix)}]")
         if block_table is not None:
             _check_block_table(block_table, requests, device)
-        width = None if block_table is None else block_table.shape[1]
-        used_rows, used_tokens, _ = _config.plan_requests(
-            new, prefix, cp_rank, cp_size, split, page_size, width, max_positions
-        )
-        if block_table is not None and value_checks_enabled():
-            _check_pages(block_table, new.astype(np.int64) + prefix, page_size)
-        needed = {"max_requests": requests, "local_rows": used_rows, "total_tokens": used_tokens}
-        sizes = {name: _fit(name, needed[name], capacity) for name, capacity in capacities.items()}
-
-        num_requests = sizes["max_requests"]
-        has_capacity = any(capacity is not None for capacity in capacities.values())
+            width = block_table.shape[1]
+        num_requests = _fit("max_requests", requests, max_requests)
+        has_capacity = not (max_requests is None and local_rows is None and total_tokens is None)
         # Never inference tensors: copy_ outside of inference mode could not refill those. Below autograd, whose kernel
         # of our ops is Python and costs more than the launch.
-        with torch.inference_mode(False), torch._C._AutoDispatchBelowAutograd():
-            request_table = _request_table(new, prefix, num_requests, device)
-            rows = expand_cp_plan(request_table, cp_rank, cp_size, split, sizes["local_rows"], sizes["total_tokens"])
+        with torch._C._InferenceMode(False), torch._C._AutoDispatchBelowAutograd():
+            table = _host_table(num_requests, device)
+            used_rows, used_tokens, _ = _config.plan_requests(
+                new, prefix, cp_rank, cp_size, split, page_size, width, max_positions, table.numpy()
+            )
+            if block_table is not None and _config.value_checks_enabled():
+                _check_pages(block_table, new.astype(np.int64) + prefix, page_size)
+            local_rows = _fit("local_rows", used_rows, local_rows)
+            total_tokens = _fit("total_tokens", used_tokens, total_tokens)
+            request_table = table.to(device, non_blocking=True)
+            rows = CpPlanRows(*direct.expand_cp_plan(request_table, cp_rank, cp_size, split, local_rows, total_tokens))
             if has_capacity and block_table is not None:
                 own = block_table.new_full((num_requests, block_table.shape[1]), -1)
                 own[:requests] = block_table
@@ -158,8 +161,8 @@ class CpPlan:
             cp_size=cp_size,
             split=split,
             page_size=page_size,
-            local_rows=sizes["local_rows"],
-            total_tokens=sizes["total_tokens"],
+            local_rows=local_rows,
+            total_tokens=total_tokens,
             num_requests=num_requests,
             used_rows=used_rows,
             used_tokens=used_tokens,
@@ -171,10 +174,14 @@ class CpPlan:
         self, generation: int, lease: PlanLease, is_prefill: bool, use_cp: bool, head_mode: str, method: int
     ) -> None:
         """Set what ``prepare`` decides, once, on a plan that nobody else has yet: a copy of it would cost 10 us."""
-        decided = (generation, lease, is_prefill, use_cp, head_mode, method)
-        names = ("generation", "lease", "is_prefill", "use_cp", "head_mode", "method")
-        for name, value in zip(names, decided, strict=True):
-            object.__setattr__(self, name, value)
+        self.__dict__.update(
+            generation=generation,
+            lease=lease,
+            is_prefill=is_prefill,
+            use_cp=use_cp,
+            head_mode=head_mode,
+            method=method,
+        )
 
     def copy_(self, new: "CpPlan") -> "CpPlan":
         """Refill the buffers of a plan built with capacities from the plan of another batch, on the current stream.
@@ -245,14 +252,14 @@ _PINNED_BLOCKS = 64  # plans whose copies may be under way; a serving loop has t
 
 def _lengths(name: str, value: Lengths) -> NDArray[np.int32]:
     """int32 array [B] over the lengths; no copy of a tensor."""
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, np.ndarray)):
         if value.ndim != 1:
             raise ValueError(f"{name}: expected 1 dimension, got {value.ndim} (shape {list(value.shape)})")
-        if value.device.type != "cpu":
+        if isinstance(value, Tensor) and not value.is_cpu:
             raise ValueError(f"{name}: expected device cpu (the plan reads it on the host), got {value.device}")
-        if value.dtype != torch.int32:
+        if value.dtype != (torch.int32 if isinstance(value, Tensor) else np.int32):
             raise ValueError(f"{name}: expected dtype int32, got {str(value.dtype).removeprefix('torch.')}")
-        return value.numpy()
+        return value.numpy() if isinstance(value, Tensor) else value
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name}: expected an int32 CPU tensor or a sequence of ints, got {type(value).__name__}")
     for i, length in enumerate(value):
@@ -318,15 +325,12 @@ def _pinned_table(rows: int) -> Tensor:
     return torch.empty((max(rows, _PINNED_ROWS), 2), dtype=torch.int32, pin_memory=True)[:rows]
 
 
-def _request_table(new: NDArray[np.int32], prefix: NDArray[np.int32], rows: int, device: torch.device) -> Tensor:
-    """[rows, 2] on the device by one copy that does not wait."""
-    if device.type == "cuda":
-        _reserve_pinned_memory()
-        on_host = _pinned_table(rows)
-    else:
-        on_host = torch.empty((rows, 2), dtype=torch.int32)
-    _config.fill_request_table(new, prefix, on_host.numpy())
-    return on_host.to(device, non_blocking=True)
+def _host_table(rows: int, device: torch.device) -> Tensor:
+    """int32 [rows, 2] that can be copied to the device without waiting."""
+    if device.type != "cuda":
+        return torch.empty((rows, 2), dtype=torch.int32)
+    _reserve_pinned_memory()
+    return _pinned_table(rows)
 
 
 def _fill_rows(target: Tensor, source: Tensor, fill: int) -> None:

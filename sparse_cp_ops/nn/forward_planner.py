@@ -5,8 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+from dataclasses import dataclass
+from typing import Any
 
-from sparse_cp_ops.config import CPRotateMethod, ParallelismConfig
+import numpy as np
+from numpy.typing import NDArray
+
+from sparse_cp_ops.config import CPRotateMethod, ParallelismConfig, PrefillCPConfig
 from sparse_cp_ops.context_parallel.collectives import CpGroup, begin_forward, require_agreement
 from sparse_cp_ops.context_parallel.plan import CpPlan, PlanLease, batch_work
 from sparse_cp_ops.nn.inputs import AttentionInputs
@@ -42,14 +47,42 @@ def runs_context_parallel(config: ParallelismConfig) -> bool:
     return config.prefill_cp_config.method in RUNNING_METHODS and config.tp_size > 1
 
 
+@dataclass(frozen=True)
+class _Settings:
+    """What every forward under one configuration has in common, read once: each field of a config costs the host."""
+
+    parallelism_config: ParallelismConfig
+    cp: PrefillCPConfig
+    method: int
+    split: str
+    decode_mode: str
+    agreed: Any  # hash of both configurations
+
+    @classmethod
+    def of(cls, mla_config: MlaConfig, config: ParallelismConfig) -> _Settings:
+        """Raises ValueError for an unsupported configuration."""
+        require_supported(config)
+        cp = config.prefill_cp_config
+        agreed = hashlib.blake2b(repr((cp, mla_config)).encode(), digest_size=8)
+        return cls(config, cp, int(cp.method), cp.split, cp.decode_mode, agreed)
+
+    def digest(self, agreed: tuple[object, ...], *lens: NDArray[np.int32]) -> int:
+        """64 bits of everything that the ranks have to agree on."""
+        digest = self.agreed.copy()
+        digest.update(repr(agreed).encode())
+        for values in lens:
+            digest.update(values.tobytes())
+        return int.from_bytes(digest.digest(), "little", signed=True)
+
+
 class ForwardPlanner:
     """Makes the plan of each forward of a model. It remembers which plan is the current one, and nothing else."""
 
     def __init__(self, mla_config: MlaConfig, parallelism_config: ParallelismConfig, group: CpGroup) -> None:
-        require_supported(parallelism_config)
         self.mla_config = mla_config
         self.parallelism_config = parallelism_config
         self.group = group
+        self._settings = _Settings.of(mla_config, parallelism_config)
         self.planner_id = next(_planner_ids)
         self._lease: PlanLease | None = None
 
@@ -74,21 +107,39 @@ class ForwardPlanner:
         """
         if not isinstance(inputs, AttentionInputs):
             raise TypeError(f"prepare: inputs: expected AttentionInputs, got {type(inputs).__name__}")
-        require_supported(self.parallelism_config)
-        group, cp = self.group, self.parallelism_config.prefill_cp_config
+        if self._settings.parallelism_config is not self.parallelism_config:
+            self._settings = _Settings.of(self.mla_config, self.parallelism_config)
+        group, settings = self.group, self._settings
         may_split = split_prefill and inputs.is_prefill and group.size > 1
-        slices = not inputs.is_prefill and group.size > 1 and cp.decode_mode != "replicated"
-        head_mode = cp.decode_mode if slices else "full"
-        capacities = (max_requests, local_rows, total_tokens)
+        slices = not inputs.is_prefill and group.size > 1 and settings.decode_mode != "replicated"
+        head_mode = settings.decode_mode if slices else "full"
+        new_lens, prefix_lens = inputs.new_lens.numpy(), inputs.prefix_lens.numpy()
         refusal: Exception | None = None
         try:
-            use_cp = may_split and cp.pays(*batch_work(inputs.new_lens, inputs.prefix_lens))
-            plan = self._build(inputs, use_cp, use_cp or head_mode == "batch_slice", capacities)
+            use_cp = may_split and settings.cp.pays(*batch_work(new_lens, prefix_lens))
+            split_rows = use_cp or head_mode == "batch_slice"
+            plan = CpPlan.build(
+                new_lens,
+                prefix_lens,
+                cp_rank=group.rank if split_rows else 0,
+                cp_size=group.size if split_rows else 1,
+                # Interleaving is the one that leaves all rows on one rank in packed order and without pads, and that
+                # spreads requests of one token evenly.
+                split=settings.split if use_cp else "interleave",
+                page_size=self.mla_config.page_size,
+                block_table=inputs.block_table,
+                max_positions=self.mla_config.max_positions,
+                device=inputs.device,
+                max_requests=max_requests,
+                local_rows=local_rows,
+                total_tokens=total_tokens,
+            )
         except Exception as error:
             refusal = error
         if may_split or slices:
             # Also from a rank that refuses its inputs: what is wrong on one rank only is an error on all of them.
-            digest = self._digest(inputs, capacities, refusal is not None)
+            agreed = (inputs.is_prefill, max_requests, local_rows, total_tokens, inputs.decisions, refusal is not None)
+            digest = settings.digest(agreed, new_lens, prefix_lens)
             with contextlib.suppress(*[] if refusal is None else [ValueError]):
                 require_agreement(digest, group, inputs.device)
         if refusal is not None:
@@ -97,35 +148,5 @@ class ForwardPlanner:
         if self._lease is not None:
             self._lease.current = False
         self._lease = PlanLease(self.planner_id)
-        plan.decide(next(_generations), self._lease, inputs.is_prefill, use_cp, head_mode, int(cp.method))
+        plan.decide(next(_generations), self._lease, inputs.is_prefill, use_cp, head_mode, settings.method)
         return plan
-
-    def _build(
-        self, inputs: AttentionInputs, use_cp: bool, split_rows: bool, capacities: tuple[int | None, ...]
-    ) -> CpPlan:
-        max_requests, local_rows, total_tokens = capacities
-        return CpPlan.build(
-            inputs.new_lens,
-            inputs.prefix_lens,
-            cp_rank=self.group.rank if split_rows else 0,
-            cp_size=self.group.size if split_rows else 1,
-            # Interleaving is the one that leaves all rows on one rank in packed order and without pads, and that
-            # spreads requests of one token evenly.
-            split=self.parallelism_config.prefill_cp_config.split if use_cp else "interleave",
-            page_size=self.mla_config.page_size,
-            block_table=inputs.block_table,
-            max_positions=self.mla_config.max_positions,
-            device=inputs.device,
-            max_requests=max_requests,
-            local_rows=local_rows,
-            total_tokens=total_tokens,
-        )
-
-    def _digest(self, inputs: AttentionInputs, capacities: tuple[int | None, ...], refused: bool) -> int:
-        """64 bits of everything that the ranks have to agree on."""
-        cp = self.parallelism_config.prefill_cp_config
-        agreed = (inputs.is_prefill, cp, self.mla_config, capacities, inputs.decisions, refused)
-        digest = hashlib.blake2b(repr(agreed).encode(), digest_size=8)
-        digest.update(inputs.new_lens.contiguous().numpy().data)
-        digest.update(inputs.prefix_lens.contiguous().numpy().data)
-        return int.from_bytes(digest.digest(), "little", signed=True)

@@ -21,10 +21,19 @@ def require_optional_tensors(op: str, **arguments: Any) -> None:
 def require_ints(op: str, **arguments: Any) -> None:
     """Raise TypeError unless every argument is an int (a bool is none), ValueError unless it has at most 64 bits."""
     for name, value in arguments.items():
+        if type(value) is int and -(2**63) <= value < 2**63:
+            continue  # nearly always
         if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
             raise TypeError(f"{op}: {name}: expected int, got {type(value).__name__}")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError(f"{op}: {name}: expected a 64-bit int, got {value}")
+
+
+def require_optional_ints(op: str, **arguments: Any) -> None:
+    """As :func:`require_ints`, or None."""
+    for name, value in arguments.items():
+        if value is not None:
+            require_ints(op, **{name: value})
 
 
 def require_floats(op: str, **arguments: Any) -> None:
