@@ -143,6 +143,10 @@ def layers(host: Host) -> None:
             ("prefill on 2 ranks", two, two.inputs(2, True)),
         ):
             host.time(f"prepare, {name}", functools.partial(layer.impl.prepare, inputs))
+        for requests in (1, 2):
+            room = one.impl.prepare(one.inputs(1, False), requests, requests, requests)
+            refill = functools.partial(room.copy_, one.impl.prepare(one.inputs(1, False)))
+            host.time(f"copy_ into room for {requests} requests", refill)
         for rows, name, layer, is_prefill in (
             (0, "decode", one, False),
             (0, "prefill", one, True),

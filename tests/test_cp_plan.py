@@ -208,12 +208,12 @@ def test_capacities_add_inert_rows(device: str, split: str) -> None:
 
 
 @pytest.mark.parametrize("split", sorted(SPLITS))
-@pytest.mark.parametrize("from_capacity", [False, True])
-def test_copy_refills_the_same_buffers(device: str, split: str, from_capacity: bool) -> None:
+@pytest.mark.parametrize("room", [None, 20, 24], ids=["without room", "with room", "with the same room"])
+def test_copy_refills_the_same_buffers(device: str, split: str, room: int | None) -> None:
     tables = [torch.full((b, w), 10 * b + w, dtype=torch.int32, device=device) for b, w in [(1, 3), (4, 2), (0, 3)]]
     captured = capacity_plan(device, split=split, block_table=tables[0])
     buffers = [getattr(captured, name).data_ptr() for name in [*ROW_FIELDS, "request_table", "block_table"]]
-    capacities = {"max_requests": 4, "local_rows": 20, "total_tokens": 40} if from_capacity else {}
+    capacities = {"max_requests": 4, "local_rows": room, "total_tokens": 40} if room else {}
     for generation, (batch, table) in enumerate(
         zip([[(5, 9)], [(7, 0), (0, 3), (12, 100), (1, 1)], []], tables, strict=True), 1
     ):

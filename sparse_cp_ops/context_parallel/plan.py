@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_cp_ops import _config
-from sparse_cp_ops.ops import CpPlanRows, direct, expand_cp_plan
+from sparse_cp_ops.ops import CpPlanRows, direct
 from sparse_cp_ops.ops._types import require_ints, require_optional_ints, require_strs
 
 Lengths = Tensor | NDArray[np.int32] | Sequence[int]
@@ -210,13 +210,16 @@ class CpPlan:
         _fit("num_requests", new.num_requests, self.num_requests)
         _fit("local_rows", new.used_rows, self.local_rows)
         _fit("total_tokens", new.used_tokens, self.total_tokens)
-        self._copy_block_table(new)
-        _fill_rows(self.request_table, new.request_table, 0)
-        rows = expand_cp_plan(
-            self.request_table, self.cp_rank, self.cp_size, self.split, self.local_rows, self.total_tokens
-        )
-        for name, source in rows._asdict().items():
-            getattr(self, name).copy_(source)
+        with torch._C._AutoDispatchBelowAutograd():
+            self._copy_block_table(new)
+            _fill_rows(self.request_table, new.request_table, 0)
+            if (new.local_rows, new.total_tokens) == (self.local_rows, self.total_tokens):
+                rows = [getattr(new, name) for name in CpPlanRows._fields]
+            else:
+                rows = direct.expand_cp_plan(
+                    self.request_table, self.cp_rank, self.cp_size, self.split, self.local_rows, self.total_tokens
+                )
+            torch._foreach_copy_([getattr(self, name) for name in CpPlanRows._fields], rows)
         for name in ("used_rows", "used_tokens", "generation", "lease"):
             object.__setattr__(self, name, getattr(new, name))
         return self
@@ -228,8 +231,11 @@ class CpPlan:
         if self.block_table is not None and new.block_table is not None:
             width = new.block_table.shape[1]
             _fit("block_table width", width, self.block_table.shape[1])
-            self.block_table[:, width:] = -1
-            _fill_rows(self.block_table[:, :width], new.block_table, -1)
+            table = self.block_table
+            if width < table.shape[1]:
+                table[:, width:] = -1
+                table = table[:, :width]
+            _fill_rows(table, new.block_table, -1)
 
 
 def batch_work(new_lens: Lengths, prefix_lens: Lengths) -> tuple[int, int]:
@@ -336,5 +342,7 @@ def _host_table(rows: int, device: torch.device) -> Tensor:
 def _fill_rows(target: Tensor, source: Tensor, fill: int) -> None:
     """``source`` into the first rows of ``target``, ``fill`` behind it."""
     rows = source.shape[0]
-    target[:rows] = source
-    target[rows:] = fill
+    if rows < target.shape[0]:
+        target[rows:] = fill
+        target = target[:rows]
+    target.copy_(source)

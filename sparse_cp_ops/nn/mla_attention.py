@@ -298,7 +298,7 @@ class MlaAttention(nn.Module):
         w_vc, count, width = heads.w_vc, heads.number, self.mla_config.v_head_dim
         latent = attended if heads.padded == count else attended[:, :count]
         values = w_vc.new_empty((latent.shape[0], count, width))
-        _bmm_into(values.transpose(0, 1), as_dtype(latent, w_vc.dtype).transpose(0, 1), w_vc.transpose(1, 2))
+        _bmm_into(values.transpose(0, 1), as_dtype(latent, w_vc.dtype).transpose(0, 1), w_vc.mT)
         values = values.view(values.shape[0], count * width)
         if plan.head_mode != "head_slice":
             projected: Tensor = self.o_proj(values)
