@@ -90,7 +90,7 @@ def report(name: str, q: Tensor, k: Tensor, weights: Tensor, topk: int) -> None:
 
 def main() -> None:
     """Parse arguments and report both kinds of scores."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--keys", type=int, default=32768, help="a multiple of 64")
     parser.add_argument("--topk", type=int, default=2048)

@@ -11,7 +11,7 @@ from transformers import DeepseekV32Config, GlmMoeDsaConfig
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention, DeepseekV32RotaryEmbedding
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention, GlmMoeDsaRotaryEmbedding
 
-from sparse_cp_ops.nn import MlaConfig, YarnScaling, build_cos_sin_cache
+from sparse_cp_ops.nn import MlaConfig, YarnScaling, build_cos_sin_cache, mla_softmax_scale
 
 # rope_scaling of DeepSeek-V3.2's published config.json
 YARN = {
@@ -97,6 +97,10 @@ def test_softmax_scales_of_the_published_models() -> None:
     v32 = MlaConfig.from_hf(DeepseekV32Config(rope_scaling=dict(YARN)))
     assert v32.softmax_scale == pytest.approx(0.135234, abs=5e-7)  # 192^-0.5 * (0.1 ln 40 + 1)^2
     assert MlaConfig.from_hf(GlmMoeDsaConfig()).softmax_scale == 256**-0.5
+    assert mla_softmax_scale(192, v32.yarn) == v32.softmax_scale
+    assert mla_softmax_scale(256, None) == 256**-0.5
+    # Without mscale_all_dim YaRN leaves the scale alone.
+    assert mla_softmax_scale(192, YarnScaling(40, 4096)) == 192**-0.5
 
 
 @pytest.mark.parametrize("scaling", list(YARN_VARIANTS.values()), ids=list(YARN_VARIANTS))

@@ -1,6 +1,10 @@
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 import torch
 
 import sparse_cp_ops
@@ -13,8 +17,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_status_says_what_is_built_and_why_not() -> None:
-    result = run()
+@pytest.mark.parametrize("arguments", [[], ["status"]])
+def test_status_says_what_is_built_and_why_not(arguments: list[str]) -> None:
+    result = run(*arguments)
     assert result.returncode == 0, result.stderr
     assert sparse_cp_ops.__version__ in result.stdout
     assert torch.__version__ in result.stdout
@@ -27,3 +32,39 @@ def test_bench_names_what_it_knows_when_nothing_matches() -> None:
     result = run("bench", "--device", "cpu", "--op", "no_such_op")
     assert result.returncode == 2
     assert "sparse_mla_fp8_cp" in result.stderr
+
+
+def test_bench_writes_what_it_measured(tmp_path: Path) -> None:
+    files = {"json": tmp_path / "a.json", "markdown": tmp_path / "a.md", "roofline": tmp_path / "a.png"}
+    options = [word for kind, path in files.items() for word in (f"--{kind}", str(path))]
+    chosen = ["--op", "rope_", "--op", "expand_cp_plan", "--match", "1 rows", "--no-peers"]
+    result = run("bench", "--device", "cpu", "--seconds", "0.01", *chosen, *options)
+    assert result.returncode == 0, result.stderr
+    content = json.loads(files["json"].read_text())
+    assert {row["op"] for row in content["rows"]} == {"rope_", "expand_cp_plan"}
+    assert all(row["timing"]["median_us"] > 0 for row in content["rows"])
+    assert set(content["ceilings"]) >= {"copy"}
+    for op in ("rope_", "expand_cp_plan"):
+        assert f"| {op} | 1 rows |" in files["markdown"].read_text()
+        assert op in result.stdout
+    assert files["roofline"].read_bytes().startswith(b"\x89PNG")
+
+
+NO_NVCC = "import pathlib, shutil, os; pathlib.Path.is_file = lambda path: False; shutil.which = lambda name: None; "
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("2", "SPARSE_CP_OPS_CUDA: expected auto, 0 or 1, got '2'"),
+        ("1", "SPARSE_CP_OPS_CUDA=1, but nvcc was not found"),
+    ],
+)
+def test_the_build_refuses_what_it_cannot_do(value: str, message: str) -> None:
+    setup = Path(__file__).resolve().parents[1] / "setup.py"
+    script = f"{NO_NVCC}import runpy, sys; sys.argv = ['setup.py', '--name']; runpy.run_path({str(setup)!r})"
+    environment = {**os.environ, "SPARSE_CP_OPS_CUDA": value}
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=setup.parent, env=environment)
+    assert result.returncode == 1
+    assert message in result.stderr
