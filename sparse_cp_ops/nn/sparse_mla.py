@@ -124,8 +124,7 @@ class SparseMlaFp8CPOp(nn.Module):
             borrower = self.planner.planner_id
             gather = BlockGather(self.group, block_bytes, like.device, self._max_registered_bytes, borrower)
             block = gather.own
-        mla, index = _record_views(block.unsqueeze(0), rows, has_indexer)
-        return KvRecords(mla[0], None if index is None else index[0], gather)
+        return KvRecords(*_record_views(block, rows, has_indexer), gather)
 
     def start_kv_write(self, records: KvRecords, plan: CpPlan) -> PendingKvWrite:
         """Send the records to the other ranks: the one gather of the layer. It runs while the caller goes on.
@@ -221,13 +220,13 @@ class SparseMlaFp8CPOp(nn.Module):
 
 
 def _record_views(blocks: Tensor, rows: int, has_indexer: bool) -> tuple[Tensor, Tensor | None]:
-    """[P, bytes] blocks -> their MLA records [P, rows, 656] and indexer records [P, rows, 132], without a copy."""
-    parts, mla_bytes = blocks.shape[0], rows * MLA_RECORD_BYTES
-    mla = blocks[:, :mla_bytes].view(parts, rows, MLA_RECORD_BYTES)
+    """Blocks [..., bytes] -> MLA records [..., rows, 656] and indexer records [..., rows, 132], without a copy."""
+    ranks, mla_bytes = blocks.shape[:-1], rows * MLA_RECORD_BYTES
+    mla = blocks[..., :mla_bytes].view(*ranks, rows, MLA_RECORD_BYTES)
     if not has_indexer:
         return mla, None
     index_bytes = rows * INDEX_RECORD_BYTES
-    return mla, blocks[:, mla_bytes : mla_bytes + index_bytes].view(parts, rows, INDEX_RECORD_BYTES)
+    return mla, blocks[..., mla_bytes : mla_bytes + index_bytes].view(*ranks, rows, INDEX_RECORD_BYTES)
 
 
 class SparseMlaImpl:
