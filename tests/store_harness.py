@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from sparse_cp_ops.cache_store import CacheStore, CacheWriter
-from sparse_cp_ops.cache_store.backend import BackendError
-from sparse_cp_ops.cache_store.entry import EntryLayout
+from sparse_cp_ops.cache_store.backend import BackendError, StoredEntry
+from sparse_cp_ops.cache_store.entry import HEADER_BYTES, EntryLayout
 from sparse_cp_ops.kv_cache import PagedKvCache
 
 PAGE = 16
@@ -160,8 +160,9 @@ class FakeBackend:
         self._pass()
         self.content.pop(key, None)
 
-    def entries(self) -> None:
-        raise NotImplementedError
+    def entries(self) -> Iterator[StoredEntry]:
+        self._pass()
+        return iter([StoredEntry(key.hex(), len(data), data[:HEADER_BYTES]) for key, data in self.content.items()])
 
     def close(self) -> None:
         self._pass()

@@ -26,7 +26,7 @@ COMMAND = Path(__file__).resolve().parents[1] / "benchmarks" / "cp_scaling.py"
 def run_command(output: Path, ranks: int, *arguments: str) -> tuple[dict[str, object], str]:
     """JSON and Markdown of a run that must end well."""
     words = ["--device", "cpu", "--ranks", str(ranks), "--output", str(output), *arguments]
-    result = subprocess.run([sys.executable, str(COMMAND), *words], capture_output=True, text=True, timeout=240)
+    result = subprocess.run([sys.executable, str(COMMAND), *words], capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
     return json.loads(output.with_suffix(".json").read_text()), output.with_suffix(".md").read_text()
 
