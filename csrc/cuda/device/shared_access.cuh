@@ -48,6 +48,16 @@ __device__ __forceinline__ uint4 shared_u32x4(uint32_t address) {
   return x;
 }
 
+__device__ __forceinline__ ulonglong2 shared_u64x2(uint32_t address) {
+  ulonglong2 x;
+  asm volatile("ld.shared.v2.u64 {%0, %1}, [%2];" : "=l"(x.x), "=l"(x.y) : "r"(address) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void set_shared(uint32_t address, uint64_t x) {
+  asm volatile("st.shared.u64 [%0], %1;" ::"r"(address), "l"(x) : "memory");
+}
+
 __device__ __forceinline__ void set_shared(uint32_t address, uint32_t x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }

@@ -37,6 +37,7 @@ struct Shape {
   static constexpr int kConsumers = kWorkers * kWarpgroup, kThreads = kConsumers + kWarpgroup;
   // What a multiprocessor has for that many warpgroups.
   static constexpr int kConsumerRegisters = kWorkers == 2 ? 232 : 152, kProducerRegisters = kWorkers == 2 ? 40 : 56;
+  static constexpr int kProducts = 2;  // of 16 dimensions in a group of score instructions; 4 don't fit with 32 heads
   static constexpr int kColumns = kHeads / 4;       // heads of a thread: 8 * j + 2 * (lane % 4) + e at 2 * j + e
   static constexpr int kAccumulators = kHeads / 2;  // of a thread in a 64 x kHeads product
 
@@ -50,7 +51,9 @@ struct Shape {
   static constexpr uint32_t kScratchOffset = kPeakOffset + kWorkers * kHeads * 4;  // float [worker][warp][heads]
   static constexpr uint32_t kReferenceOffset = kScratchOffset + kWorkers * 4 * kHeads * 4;  // int [worker][warp][tile]
   static constexpr uint32_t kBlockOffset = kReferenceOffset + kWorkers * 4 * kLatentTiles * 4;  // State of the block
-  static constexpr uint32_t kBarrierOffset = kBlockOffset + (3 * kHeads + 8) * 4;
+  static constexpr uint32_t kRecordsOffset =
+      kBlockOffset + (3 * kHeads + 8) * 4;  // pointers [producer warp][2][quarter]
+  static constexpr uint32_t kBarrierOffset = kRecordsOffset + 4 * 2 * kQuarter * 8;
   static constexpr uint32_t kLimit = 227 * 1024, kBytesASlot = kQuarterBytes + 20;  // two barriers and a mask
   static constexpr int kSlots = (kLimit - kBarrierOffset - 16) / kBytesASlot;
   static constexpr uint32_t kMaskOffset = kBarrierOffset + kSlots * 16;
@@ -64,12 +67,12 @@ struct Shape {
 
   __device__ static uint32_t full(uint32_t base, int slot) { return base + kBarrierOffset + slot * 16; }
   __device__ static uint32_t empty(uint32_t base, int slot) { return base + kBarrierOffset + slot * 16 + 8; }
-  // uint32: bits 0 to 15 the used keys of the quarter, bit 16 whether its step has any, above them the step's tag.
+  // uint32: bits 0 to 15 the used keys of the quarter (nothing has been copied if there are none), above them the tag.
   __device__ static uint32_t mask(uint32_t base, int slot) { return base + kMaskOffset + slot * 4; }
   __device__ static uint32_t quarter(uint32_t base, int slot) { return base + kRingOffset + slot * kQuarterBytes; }
 };
 
-inline constexpr int kTagShift = 17;
+inline constexpr int kTagShift = 16;
 inline constexpr uint32_t kNoTag = ~0u >> kTagShift;  // of a slot that has not been used
 
 // A place in the sequence of quarters that go through the ring.

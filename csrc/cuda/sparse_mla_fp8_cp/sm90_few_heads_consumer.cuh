@@ -11,6 +11,7 @@ namespace few_heads {
 inline constexpr float kPeakSlack = 8.0f;
 inline constexpr int kReferenceSlack = 4;
 inline constexpr int kLargestReference = 253;  // biased exponent; 2^(127 - it) must not become 0
+inline constexpr float kNoPeak = -3.0e38f;     // before the first logit: finite, so that differences are no NaN
 
 template <class S>
 struct Worker {
@@ -136,24 +137,24 @@ __device__ __forceinline__ void find_scores(const Worker<S>& c, uint32_t record,
     const int tile = chunk / 2;
     const uint4 x[2] = {next[0], next[1]};
 #pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
+    for (int first = 0; first < 4; first += S::kProducts) {
       wgmma_wait<1>();
-      if (chunk % 2 == 0 && pair == 1 && tile > 0) join(tile - 1);
-      uint32_t a[2][4];
+      if (chunk % 2 * 4 + first == S::kProducts && tile > 0) join(tile - 1);  // the tile's second group
+      uint32_t a[S::kProducts][4];
 #pragma unroll
-      for (int k = 0; k < 2; ++k)
+      for (int k = 0; k < S::kProducts; ++k)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[k][i] = latent_pair(word(x[i % 2], 2 * pair + k), i / 2);
-      if (pair == 1 && chunk + 1 < kRopeChunk) {
+        for (int i = 0; i < 4; ++i) a[k][i] = latent_pair(word(x[i % 2], first + k), i / 2);
+      if (first + S::kProducts == 4 && chunk + 1 < kRopeChunk) {
         next[0] = shared_u32x4(piece + (chunk + 1) * 64);
         next[1] = shared_u32x4(piece + (chunk + 1) * 64 + kSecond);
       }
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 2; ++k)
+      for (int k = 0; k < S::kProducts; ++k)
         wgmma_registers_f16(sums[tile & 1], a[k],
-                            advance(swizzled_tile(query + chunk * S::kChunkBytes), (2 * pair + k) * 32),
-                            chunk % 2 + pair + k != 0);
+                            advance(swizzled_tile(query + chunk * S::kChunkBytes), (first + k) * 32),
+                            chunk % 2 + first + k != 0);
       wgmma_commit();
     }
   }
@@ -161,10 +162,14 @@ __device__ __forceinline__ void find_scores(const Worker<S>& c, uint32_t record,
   join(kLatentTiles - 1);
 }
 
-__device__ __forceinline__ float finite_or_zero(float peak) { return peak == -INFINITY ? 0.0f : peak; }
 __device__ __forceinline__ int biased_exponent(float scale) { return __float_as_uint(scale) >> 23 & 0xff; }
 __device__ __forceinline__ float element(const float4& f, int i) {
   return i == 0 ? f.x : i == 1 ? f.y : i == 2 ? f.z : f.w;
+}
+// Biased exponent of the larger of two scales; of NaN and infinite ones none.
+__device__ __forceinline__ int largest_exponent(float a, float b) {
+  const int x = biased_exponent(a), y = biased_exponent(b);
+  return min(max(x < 255 ? x : 0, y < 255 ? y : 0), kLargestReference);
 }
 // 2^(a - b) of biased exponents, a <= b.
 __device__ __forceinline__ float power_ratio(int a, int b) {
@@ -186,21 +191,22 @@ __device__ __forceinline__ void move_reference(Worker<S>& c, int t, int referenc
 
 // Moves peaks and references to the largest so far, and what has been added with them.
 template <class S>
-__device__ __forceinline__ void move_references(Worker<S>& c, const float (&s)[S::kAccumulators],
-                                                const float (&peaks)[S::kColumns],
-                                                const int (&exponents)[kLatentTiles]) {
+__device__ __forceinline__ void move_references(Worker<S>& c, const float (&logits)[S::kAccumulators],
+                                                const float4 (&scales)[2]) {
+  float peaks[S::kColumns];
 #pragma unroll
   for (int i = 0; i < S::kColumns; ++i) {
-    const int j = i / 2, e = i % 2;
-    float x = fmaxf(s[4 * j + e], s[4 * j + 2 + e]);
+    const int k = i / 2 * 4 + i % 2, head = c.column(i / 2) + i % 2;
+    peaks[i] = shared_f32(c.peak(head));
+    float x = fmaxf(logits[k], logits[k + 2]);
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
-    if (c.lane < 4) set_shared(c.scratch(c.warp, c.column(j) + e), x);
+    if (c.lane < 4) set_shared(c.scratch(c.warp, head), x);
   }
 #pragma unroll
   for (int t = 0; t < kLatentTiles; ++t) {
-    const uint32_t x = __reduce_max_sync(~0u, static_cast<uint32_t>(exponents[t]));
-    if (c.lane == 0) set_shared(c.warp_reference(c.warp) + t * 4, x);
+    const int x = __reduce_max_sync(~0u, largest_exponent(element(scales[0], t), element(scales[1], t)));
+    if (c.lane == 0) set_shared(c.warp_reference(c.warp) + t * 4, static_cast<uint32_t>(x));
   }
   named_barrier(kWorkerBarrier + c.w, kWarpgroup);
   float factors[S::kColumns];
@@ -210,7 +216,7 @@ __device__ __forceinline__ void move_references(Worker<S>& c, const float (&s)[S
     float peak = peaks[i];
 #pragma unroll
     for (int warp = 0; warp < 4; ++warp) peak = fmaxf(peak, shared_f32(c.scratch(warp, head)));
-    factors[i] = fast_exp2(peaks[i] - finite_or_zero(peak));
+    factors[i] = fast_exp2(peaks[i] - peak);
     c.total[i] *= factors[i];
     if (c.warp == 0 && c.lane < 4) set_shared(c.peak(head), peak);
   }
@@ -229,69 +235,89 @@ __device__ __forceinline__ void move_references(Worker<S>& c, const float (&s)[S
 template <class S>
 __device__ __forceinline__ void find_weights(Worker<S>& c, uint32_t record, uint32_t used,
                                              float (&s)[S::kAccumulators]) {
-  const float4 scales[2] = {shared_f32x4(record + kMlaScaleOffset),
-                            shared_f32x4(record + 8 * kRecord + kMlaScaleOffset)};
-  float peaks[S::kColumns];
-  bool exceeds = false;
+  float4 scales[2] = {shared_f32x4(record + kMlaScaleOffset), shared_f32x4(record + 8 * kRecord + kMlaScaleOffset)};
 #pragma unroll
   for (int j = 0; j < S::kHeads / 8; ++j) {
-    const float2 factor = shared_f32x2(c.base + S::kQueryFactorOffset + c.column(j) * 4),
-                 peak = shared_f32x2(c.peak(c.column(j)));
-    peaks[2 * j] = peak.x, peaks[2 * j + 1] = peak.y;
+    const float2 factor = shared_f32x2(c.base + S::kQueryFactorOffset + c.column(j) * 4);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float& x = s[4 * j + i];
-      x = used >> i / 2 & 1 ? x * (i & 1 ? factor.y : factor.x) : -INFINITY;
-      exceeds |= x > (i & 1 ? peak.y : peak.x) + kPeakSlack;
-    }
+    for (int i = 0; i < 4; ++i) s[4 * j + i] *= i & 1 ? factor.y : factor.x;
   }
-  int exponents[kLatentTiles];
-#pragma unroll
-  for (int t = 0; t < kLatentTiles; ++t) {
-    int x = 0;
+  if (used != 3) {  // whatever is in the ring there
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int exponent = biased_exponent(element(scales[half], t));
-      if (exponent < 255) x = max(x, exponent);  // not of NaN
+      if (used >> half & 1) continue;
+      scales[half] = make_float4(0, 0, 0, 0);
+#pragma unroll
+      for (int j = 0; j < S::kHeads / 8; ++j) s[4 * j + 2 * half] = s[4 * j + 2 * half + 1] = -INFINITY;
     }
-    exponents[t] = min(x, kLargestReference);
-    exceeds |= exponents[t] > c.reference[t] + kReferenceSlack;
   }
-  if (named_barrier_or(kWorkerBarrier + c.w, kWarpgroup, exceeds)) {
-    move_references(c, s, peaks, exponents);
+  float peaks[S::kColumns], units[2][kLatentTiles];
+  bool exceeds = false;
+  auto apply_references = [&] {
 #pragma unroll
     for (int j = 0; j < S::kHeads / 8; ++j) {
       const float2 peak = shared_f32x2(c.peak(c.column(j)));
       peaks[2 * j] = peak.x, peaks[2 * j + 1] = peak.y;
     }
+#pragma unroll
+    for (int t = 0; t < kLatentTiles; ++t) {
+      const float unit = __uint_as_float(static_cast<uint32_t>(254 - c.reference[t]) << 23);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) units[half][t] = element(scales[half], t) * unit;
+    }
+  };
+  apply_references();
+#pragma unroll
+  for (int i = 0; i < S::kColumns; ++i) {
+    const int k = i / 2 * 4 + i % 2;
+    exceeds |= fmaxf(s[k], s[k + 2]) > peaks[i] + kPeakSlack;
+  }
+#pragma unroll
+  for (int t = 0; t < kLatentTiles; ++t) exceeds |= fmaxf(units[0][t], units[1][t]) >= 2 << kReferenceSlack;
+  if (named_barrier_or(kWorkerBarrier + c.w, kWarpgroup, exceeds)) {
+    move_references(c, s, scales);
+    apply_references();
   }
 #pragma unroll
   for (int i = 0; i < S::kColumns; ++i) {
     const int k = i / 2 * 4 + i % 2;
-    const float peak = finite_or_zero(peaks[i]);
-    s[k] = fast_exp2(s[k] - peak);
-    s[k + 2] = fast_exp2(s[k + 2] - peak);
+    s[k] = fast_exp2(s[k] - peaks[i]);
+    s[k + 2] = fast_exp2(s[k + 2] - peaks[i]);
     c.total[i] += s[k] + s[k + 2];
+  }
+  // Weights are rounded once, behind the scales; by a power of two an f16 pair is scaled exactly.
+  uint32_t fractions = 0;
+#pragma unroll
+  for (int i = 0; i < 2 * kLatentTiles; ++i)
+    fractions |= __float_as_uint(units[i / kLatentTiles][i % kLatentTiles]) << 9;
+  const bool powers = __all_sync(~0u, fractions == 0);
+  uint32_t packed[S::kAccumulators / 2];
+  if (powers) {
+#pragma unroll
+    for (int i = 0; i < S::kAccumulators / 2; ++i) packed[i] = pack_f16x2(s[2 * i], s[2 * i + 1]);
   }
   // Row r of an 8x8 matrix of 8 heads x 8 keys: a head, 16 bytes of keys.
   const int half = c.lane / 8 % 2, row = c.lane % 8;
-  const uint32_t target = row * 128 + ((2 * c.warp + half) ^ row) * 16 + c.lane / 16 * 1024;
+  const uint32_t target = c.weights(0) + row * 128 + ((2 * c.warp + half) ^ row) * 16 + c.lane / 16 * 1024;
 #pragma unroll
   for (int t = 0; t < kLatentTiles; ++t) {
-    const float unit = __uint_as_float(static_cast<uint32_t>(254 - c.reference[t]) << 23);
-    const float first = element(scales[0], t) * unit, second = element(scales[1], t) * unit;
-    uint32_t packed[S::kAccumulators / 2];
+    uint32_t scaled[S::kAccumulators / 2];
+    if (powers) {
+      const uint32_t factors[2] = {pack_f16x2(units[0][t], units[0][t]), pack_f16x2(units[1][t], units[1][t])};
 #pragma unroll
-    for (int i = 0; i < S::kAccumulators / 2; ++i) {
-      const float factor = i & 1 ? second : first;
-      packed[i] = pack_f16x2(s[2 * i] * factor, s[2 * i + 1] * factor);
+      for (int i = 0; i < S::kAccumulators / 2; ++i) scaled[i] = multiply_f16x2(packed[i], factors[i % 2]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < S::kAccumulators / 2; ++i)
+        scaled[i] = pack_f16x2(s[2 * i] * units[i % 2][t], s[2 * i + 1] * units[i % 2][t]);
     }
     if constexpr (S::kHeads == 8) {
-      stmatrix_x2_transposed(c.weights(t) + target, packed[0], packed[1]);
+      stmatrix_x2_transposed(target + t * S::kChunkBytes, scaled[0], scaled[1]);
     } else {
 #pragma unroll
       for (int i = 0; i < S::kAccumulators / 2; i += 4)
-        stmatrix_x4_transposed(c.weights(t) + target + i * 512, packed[i], packed[i + 1], packed[i + 2], packed[i + 3]);
+        stmatrix_x4_transposed(target + t * S::kChunkBytes + i * 512, scaled[i], scaled[i + 1], scaled[i + 2],
+                               scaled[i + 3]);
     }
   }
   fence_async_proxy();
@@ -347,23 +373,34 @@ __device__ __forceinline__ void add_values(Worker<S>& c, const RingPosition<S>& 
   for (int i = 0; i < 2 * kLatentTiles; ++i) pin(c.o[i / 2][i % 2]);
 }
 
+// Values of an empty quarter: weights of 0 don't cover NaN that other rows left there.
+__device__ __forceinline__ void clear_values(uint32_t quarter, int lane) {
+#pragma unroll 1
+  for (int key = 0; key < kQuarter; ++key) set_shared(quarter + key * kRecord + lane * 16, make_float4(0, 0, 0, 0));
+}
+
 template <class S>
 __device__ __forceinline__ void take_step(Worker<S>& c, const RingPosition<S>& position) {
-  const RingPosition<S> own = position + c.warp;
-  // A worker that met steps without keys can be here while the slot still fills for another worker's step, a round of
+  // Lane i % 4 looks after quarter i.
+  const RingPosition<S> mine = position + c.lane % 4;
+  // A worker that met steps without keys can be here while a slot still fills for another worker's step, a round of
   // the ring ago; the barrier's parity alone would take that round for this one. The producer writes the tag when the
   // last round is over.
-  uint32_t mask;
-  do mask = polled_u32(S::mask(c.base, own.slot()));
-  while (mask >> kTagShift != own.tag());
+  uint32_t masks;
+  do masks = polled_u32(S::mask(c.base, mine.slot()));
+  while (masks >> kTagShift != mine.tag());
   __syncwarp();
-  mbarrier_wait(S::full(c.base, own.slot()), own.parity());
-  if ((mask >> 16 & 1) == 0) {  // no usable entry: nothing has been copied
-    __syncwarp();
-    if (c.lane < 4) mbarrier_arrive(S::empty(c.base, (position + c.lane).slot()));
+  mbarrier_wait(S::full(c.base, mine.slot()), mine.parity());
+  __syncwarp();
+  masks &= 0xffff;
+  if (__all_sync(~0u, masks == 0)) {
+    if (c.lane < 4) mbarrier_arrive(S::empty(c.base, mine.slot()));
     return;
   }
-  const uint32_t record = S::quarter(c.base, own.slot()) + c.key() * kRecord;
+  const uint32_t mask = __shfl_sync(~0u, masks, c.warp);
+  const uint32_t quarter = S::quarter(c.base, (position + c.warp).slot());
+  const uint32_t record = quarter + c.key() * kRecord;
+  if (mask == 0) clear_values(quarter, c.lane);
   const uint32_t used = (mask >> c.key() & 1) | (mask >> (c.key() + 8) & 1) << 1;
   float s[S::kAccumulators];
   find_scores(c, record, s);

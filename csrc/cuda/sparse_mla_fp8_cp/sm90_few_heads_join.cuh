@@ -44,17 +44,16 @@ __device__ __forceinline__ void join_workers(Worker<S>& c, int active, float (&p
   for (int i = 0; i < S::kColumns; ++i) {
     const int head = c.column(i / 2) + i % 2;
     const uint32_t peak = c.peak(head), total = c.scratch(0, head);
-    peaks[i] = -INFINITY;
+    peaks[i] = kNoPeak;
     for (int w = 0; w < active; ++w) peaks[i] = fmaxf(peaks[i], shared_f32(of(w, peak, S::kHeads * 4)));
-    const float shift = finite_or_zero(peaks[i]);
     c.total[i] = 0.0f;
     for (int w = 0; w < active; ++w) {
       float sum = 0.0f;
 #pragma unroll
       for (int warp = 0; warp < 4; ++warp) sum += shared_f32(of(w, total, 4 * S::kHeads * 4) + warp * S::kHeads * 4);
-      c.total[i] += sum * fast_exp2(shared_f32(of(w, peak, S::kHeads * 4)) - shift);
+      c.total[i] += sum * fast_exp2(shared_f32(of(w, peak, S::kHeads * 4)) - peaks[i]);
     }
-    factors[i] = fast_exp2(shared_f32(peak) - shift);
+    factors[i] = fast_exp2(shared_f32(peak) - peaks[i]);
   }
 #pragma unroll
   for (int t = 0; t < kLatentTiles; ++t) {
@@ -156,13 +155,12 @@ __device__ __forceinline__ void join_blocks(const SparseMlaParams& p, const Item
   const int64_t first = item.row * p.heads + item.head0;
   const int head = threadIdx.x, tile = static_cast<int>(threadIdx.x) - 32;
   if (head < S::kHeads) {
-    float peak = -INFINITY, total = 0.0f;
+    float peak = kNoPeak, total = 0.0f;
     for (int rank = 0; rank < parts; ++rank) peak = fmaxf(peak, cluster_f32(cluster_address(state.peak(head), rank)));
-    const float shift = finite_or_zero(peak);
     for (int rank = 0; rank < parts; ++rank)
       total += cluster_f32(cluster_address(state.total(head), rank)) *
-               fast_exp2(cluster_f32(cluster_address(state.peak(head), rank)) - shift);
-    own_factor = fast_exp2(shared_f32(state.peak(head)) - shift);
+               fast_exp2(cluster_f32(cluster_address(state.peak(head), rank)) - peak);
+    own_factor = fast_exp2(shared_f32(state.peak(head)) - peak);
     inverse = total == 0.0f ? 0.0f : 1.0f / total;
     if (item.part == 0) p.lse[first + head] = log_sum(peak, total);
     set_shared(state.factor(head), own_factor);
@@ -218,7 +216,7 @@ __device__ __forceinline__ void consume(const SparseMlaParams& p, const KeySplit
   RingPosition<S> position;  // of the item's first step
   for (int64_t number = blockIdx.x; number < items; number += gridDim.x) {
     const Item item = work_item<S>(p, split, number);
-    for (int head = c.thread(); head < S::kHeads; head += kWarpgroup) set_shared(c.peak(head), -INFINITY);
+    for (int head = c.thread(); head < S::kHeads; head += kWarpgroup) set_shared(c.peak(head), kNoPeak);
 #pragma unroll
     for (int i = 0; i < S::kColumns; ++i) c.total[i] = 0.0f;
 #pragma unroll

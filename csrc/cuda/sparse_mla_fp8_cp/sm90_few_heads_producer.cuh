@@ -1,4 +1,4 @@
-// Few heads, producer warps: lists -> records in the ring. All four resolve the 64 entries of a step, each copies 16.
+// Few heads, producer warps: lists -> records in the ring. Warp i takes quarter i of each step.
 #pragma once
 
 #include "../device/bulk_copy.cuh"
@@ -34,53 +34,45 @@ template <class S>
 __device__ __forceinline__ void produce(const SparseMlaParams& p, const KeySplit& split, int page_shift, int64_t items,
                                         uint32_t base) {
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
-  const auto* nothing = reinterpret_cast<const uint8_t*>(zero_record);
+  const uint32_t pointers = base + S::kRecordsOffset + warp * (2 * kQuarter * 8);
   RingPosition<S> position = RingPosition<S>{} + warp;
   for (int64_t number = blockIdx.x; number < items; number += gridDim.x) {
     const Item item = work_item<S>(p, split, number);
     const RowKeys keys = row_keys(p, item.row);
-    const int32_t* list = keys.list + item.begin + lane;
-    int32_t entries[2] = {-1, -1};  // of the step after the next
-    const uint8_t* records[2];      // of the next step
-    auto load_entries = [&](int step) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) entries[i] = step < item.steps ? list[step * kKeys + i * 32] : -1;
-    };
-    auto find_records = [&] {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) records[i] = find_record(p, keys, page_shift, entries[i]);
-    };
-    load_entries(0);
-    find_records();
-    load_entries(1);
-    for (int step = 0; step < item.steps; ++step) {
-      const uint32_t used[2] = {__ballot_sync(~0u, records[0] != nullptr), __ballot_sync(~0u, records[1] != nullptr)};
-      const bool any = used[0] | used[1];
-      const uint8_t* own = warp < 2 ? records[0] : records[1];
-      if (own == nullptr) own = nothing;
-      const uint32_t mask = ((warp < 2 ? used[0] : used[1]) >> warp % 2 * kQuarter & 0xffff) | (any ? 1u << 16 : 0) |
-                            position.tag() << kTagShift;
-      find_records();  // both loads run during the copies below
-      load_entries(step + 2);
-      const int slot = position.slot();
-      const uint32_t full = S::full(base, slot);
-      mbarrier_wait(S::empty(base, slot), position.parity() ^ 1);
-      if (lane == 0) {
-        set_shared(S::mask(base, slot), mask);
-        if (any) mbarrier_expect_bytes(full, kQuarterBytes);
-        else mbarrier_arrive(full);
-      }
-      __syncwarp();  // or the shuffles below take the way of a divergent warp, many times slower
-      if (any) {
-        const uint32_t target = S::quarter(base, slot);
-#pragma unroll
-        for (int i = 0; i < kQuarter; ++i) {
-          const auto address = reinterpret_cast<uint64_t>(own);
-          const uint64_t record = __shfl_sync(~0u, address, warp % 2 * kQuarter + i);
-          bulk_copy_by_warp(target + i * kRecord, reinterpret_cast<const void*>(record), kRecord, full);
+    // Half a warp a step: two steps at a time.
+    const int32_t* list = keys.list + item.begin + lane / kQuarter * kKeys + warp * kQuarter + lane % kQuarter;
+    auto load_entry = [&](int step) { return step + lane / kQuarter < item.steps ? list[step * kKeys] : -1; };
+    const uint8_t* record = find_record(p, keys, page_shift, load_entry(0));
+    int32_t entry = load_entry(2);
+    for (int step = 0; step < item.steps; step += 2) {
+      const uint32_t used = __ballot_sync(~0u, record != nullptr);
+      set_shared(pointers + lane * 8,
+                 reinterpret_cast<uint64_t>(record != nullptr ? record : reinterpret_cast<uint8_t*>(zero_record)));
+      __syncwarp();
+      record = find_record(p, keys, page_shift, entry);  // both loads run during the copies below
+      entry = load_entry(step + 4);
+      for (int i = 0; i < 2 && step + i < item.steps; ++i) {
+        const uint32_t mask = used >> i * kQuarter & 0xffff;
+        const int slot = position.slot();
+        const uint32_t full = S::full(base, slot), target = S::quarter(base, slot);
+        mbarrier_wait(S::empty(base, slot), position.parity() ^ 1);
+        if (lane == 0) {
+          set_shared(S::mask(base, slot), mask | position.tag() << kTagShift);
+          if (mask != 0) mbarrier_expect_bytes(full, kQuarterBytes);
+          else mbarrier_arrive(full);
         }
+        __syncwarp();  // or the copies below take the way of a divergent warp, many times slower
+        if (mask != 0) {
+#pragma unroll
+          for (int j = 0; j < kQuarter; j += 2) {
+            const ulonglong2 records = shared_u64x2(pointers + (i * kQuarter + j) * 8);
+            bulk_copy_by_warp(target + j * kRecord, reinterpret_cast<const void*>(records.x), kRecord, full);
+            bulk_copy_by_warp(target + (j + 1) * kRecord, reinterpret_cast<const void*>(records.y), kRecord, full);
+          }
+        }
+        position = position + 4;
       }
-      position = position + 4;
+      __syncwarp();  // the pointers have been read
     }
     if (number + gridDim.x < items) prefetch_queries<S>(p, work_item<S>(p, split, number + gridDim.x));
   }
