@@ -15,6 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
     parser.add_argument("--roofline", type=Path, help="write a roofline picture (PNG) to this file")
     parser.add_argument("--no-peers", action="store_true", help="measure only our own ops")
+    parser.add_argument(
+        "--peer-seconds", type=float, default=300.0, help="most time for an answer of a peer, which may compile first"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -26,7 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     import torch
 
-    from sparse_cp_ops.bench import cases, ceilings, peers, report
+    from sparse_cp_ops.bench import cases, ceilings, report
+    from sparse_cp_ops.bench.peer_process import PeerProcess
+    from sparse_cp_ops.bench.peers import Peers
     from sparse_cp_ops.bench.timing import measure
 
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -40,20 +45,19 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"no case matches; ops with cases on {device.type}: {known}", file=sys.stderr)
         return 2
     limits = ceilings.measure_ceilings(device)
-    others = peers.find_peers() if not arguments.no_peers and device.type == "cuda" else peers.Peers()
+    peers = None if arguments.no_peers else PeerProcess(device, arguments.seconds, arguments.peer_seconds)
     rows: list[report.Row] = []
     for case in chosen:
         print(f"{case.op}  {case.shape}", file=sys.stderr, flush=True)
-        work = case.build(device, others)
+        work = case.build(device, Peers())
         timing = measure(work.run, device, arguments.seconds, case.graph)
-        times = {
-            name: sum(measure(runner, device, arguments.seconds, case.graph).median_us for runner in runners)
-            for name, runners in (work.others.items() if not arguments.no_peers else ())
-        }
+        answers = peers.measure(case) if peers else {}
         rows.append(
             report.Row(
                 case.op, case.shape, timing, work.bytes_moved, work.flop, case.ceiling,
-                report.limit_us(work, case, limits), times,
+                report.limit_us(work, case, limits),
+                {name: answer for name, answer in answers.items() if isinstance(answer, float)},
+                {name: answer for name, answer in answers.items() if isinstance(answer, str)},
             )
         )  # fmt: skip
         facts = report.conditions(device)
@@ -61,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
             report.write_json(arguments.json, rows, limits, facts)
         if arguments.markdown:
             arguments.markdown.write_text(report.markdown(rows, limits, facts))
+    if peers:
+        peers.close()
     report.print_table(rows, limits, facts)
     if arguments.roofline:
         report.write_roofline(arguments.roofline, rows, limits, facts)

@@ -5,6 +5,7 @@ SPARSE_CP_OPS_PEERS names: released builds unpacked side by side, with FlashMLA'
 carries them (``vllm/_flashmla_C.abi3.so``, ``vllm/third_party/deep_gemm``).
 """
 
+import functools
 import importlib
 import os
 import sys
@@ -52,7 +53,10 @@ def _flash_mla_ops() -> Any | None:
 
 @dataclass(frozen=True)
 class Peers:
-    """What was found. Each method returns named runners, none where a peer is missing."""
+    """What was found. Each method returns named runners, none where a peer is missing.
+
+    Nothing of a peer runs before its runner is called: first calls compile for minutes.
+    """
 
     flash_mla: Any | None = None  # torch.ops namespace of a released build
     flash_mla_package: Any | None = None
@@ -109,10 +113,13 @@ class Peers:
         if self.flashinfer is None:
             return {"DeepGEMM scores": [scores]}
         infer = self.flashinfer
-        logits = scores().contiguous()  # rows are padded; the copy is left out of the peers' time
+
+        @functools.cache
+        def logits() -> Tensor:  # rows are padded; the copy is left out of the peers' time
+            return scores().contiguous()
 
         def select(deterministic: bool) -> object:
-            return infer.top_k_ragged_transform(logits, start, kv_lens, topk, deterministic=deterministic)
+            return infer.top_k_ragged_transform(logits(), start, kv_lens, topk, deterministic=deterministic)
 
         return {
             "DeepGEMM + FlashInfer top-k": [scores, lambda: select(False)],
@@ -134,21 +141,23 @@ class Peers:
         longest = int(kv_lens.max())
         processors = torch.cuda.get_device_properties(q8.device).multi_processor_count
 
+        @functools.cache
+        def schedule() -> Tensor:
+            return gemm.get_paged_mqa_logits_metadata(lengths, 64, processors)  # type: ignore[no-any-return]
+
         def scores() -> Tensor:
             return gemm.fp8_paged_mqa_logits(  # type: ignore[no-any-return]
-                q, pages, weights, lengths, block_table, schedule, longest, False
+                q, pages, weights, lengths, block_table, schedule(), longest, False
             )
 
-        try:
-            schedule = gemm.get_paged_mqa_logits_metadata(lengths, 64, processors)
-            logits = scores().contiguous()  # rows are padded; the copy is left out of the peers' time
-        except (RuntimeError, TypeError) as error:  # releases differ in what they take
-            print(f"peer DeepGEMM paged: not used ({type(error).__name__}: {str(error)[:120]})", file=sys.stderr)
-            return {}
+        @functools.cache
+        def logits() -> Tensor:  # rows are padded; the copy is left out of the peers' time
+            return scores().contiguous()
+
         start = torch.zeros_like(kv_lens)
 
         def select(deterministic: bool) -> object:
-            return infer.top_k_ragged_transform(logits, start, kv_lens, topk, deterministic=deterministic)
+            return infer.top_k_ragged_transform(logits(), start, kv_lens, topk, deterministic=deterministic)
 
         return {
             "DeepGEMM paged + FlashInfer top-k": [scores, lambda: select(False)],

@@ -28,6 +28,7 @@ class Row:
     ceiling: str
     limit_us: float
     others_us: dict[str, float]
+    not_measured: dict[str, str]  # what else was asked, and why it has no time
 
     @property
     def percent_of_limit(self) -> float:
@@ -85,7 +86,8 @@ def _cpu_name() -> str:
 def _cells(row: Row) -> list[str]:
     rate = f"{row.flop / row.timing.median_us / 1e6:.2f} TFLOP/s" if row.flop else _bandwidth(row)
     spread = f"{row.timing.p10_us:.0f}-{row.timing.p90_us:.0f}"
-    others = ", ".join(f"{name} {value:.0f}" for name, value in row.others_us.items())
+    others = [f"{name} {value:.0f}" for name, value in row.others_us.items()]
+    others += [f"{name} not measured: {reason}" for name, reason in row.not_measured.items()]
     speedup = f"{row.speedup:.2f}x" if row.speedup is not None else ""
     return [
         row.op,
@@ -94,7 +96,7 @@ def _cells(row: Row) -> list[str]:
         spread,
         rate,
         f"{row.percent_of_limit:.0f} % of {row.ceiling}",
-        others,
+        ", ".join(others),
         speedup,
     ]
 
