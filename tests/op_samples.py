@@ -10,9 +10,12 @@ PAGE_SIZE = 16
 KV_LENS = [40, 23]  # of two requests
 
 
-def rows(count: int, device: str) -> dict[str, torch.Tensor]:
-    """Per-row tensors of ``count`` rows: the last positions of alternating requests, every fifth row a pad."""
-    index = torch.arange(count)
+def rows(count: int, device: str, shift: int = 0) -> dict[str, torch.Tensor]:
+    """Per-row tensors of ``count`` rows: the last positions of alternating requests, every fifth row a pad.
+
+    Another ``shift`` gives other positions, lengths and pads.
+    """
+    index = torch.arange(count) + shift
     req_ids = (index % 2).int()
     positions = torch.tensor(KV_LENS)[index % 2].int() - 1 - (index // 2 % 20).int()
     pads = index % 5 == 4
@@ -21,8 +24,8 @@ def rows(count: int, device: str) -> dict[str, torch.Tensor]:
     return {"req_ids": req_ids.to(device), "positions": positions.to(device), "kv_lens": kv_lens.to(device)}
 
 
-def sample(name: str, device: str, count: int = 10) -> tuple[Any, ...]:
-    """Positional arguments of op ``name`` with ``count`` rows; fresh tensors at every call."""
+def sample(name: str, device: str, count: int = 10, shift: int = 0) -> tuple[Any, ...]:
+    """Positional arguments of op ``name`` with ``count`` rows; fresh tensors at every call, other lengths per shift."""
     make: dict[str, Callable[[], tuple[Any, ...]]] = {
         "rope_": lambda: (bf16(count, 3, 64), row["positions"], cos_sin, True, bf16(count, 3, 64)),
         "quant_q_k_cp": lambda: (
@@ -47,7 +50,7 @@ def sample(name: str, device: str, count: int = 10) -> tuple[Any, ...]:
             torch.randn(2, count, 8, 64, device=device), torch.randn(2, count, 8, device=device),
         ),
         "expand_cp_plan": lambda: (
-            torch.tensor([[17, count], [0, 3]], device=device).int(), 0, 2, "zigzag", count + 8, count + 3,
+            torch.tensor([[17, count], [shift, 3]], device=device).int(), 0, 2, "zigzag", count + 8, count + 3,
         ),
         "write_cache_store": lambda: (mla_cache, index_cache, pages[:count], slots[:count], mla_store, index_store),
         "read_cache_store": lambda: (mla_store, index_store, slots[:count], pages[:count], mla_cache, index_cache),
@@ -64,7 +67,7 @@ def sample(name: str, device: str, count: int = 10) -> tuple[Any, ...]:
         weights = torch.randn(count, 8, device=device)
         return (q8, weights, index_cache, table, row["req_ids"], row["kv_lens"])
 
-    row = rows(count, device)
+    row = rows(count, device, shift)
     total = num_pages(KV_LENS, PAGE_SIZE)
     table = random_block_table(KV_LENS, PAGE_SIZE).to(device)
     mla_cache = random_mla_cache(total, PAGE_SIZE).to(device)

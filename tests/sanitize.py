@@ -7,6 +7,7 @@ every tensor as an allocation of its own.
 import argparse
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import attention_cases
@@ -31,60 +32,132 @@ def samples() -> Iterator[Call]:
     yield "read_cache_store pinned", ops.read_cache_store, (*pinned, slots, pages, mla, index)
 
 
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.uint8, device="cuda")
+
+
+def cos_sin_cache(dim: int) -> torch.Tensor:
+    angles = torch.rand(64, dim // 2, device="cuda")
+    return torch.cat([angles.cos(), angles.sin()], 1)
+
+
 def record_ops() -> Iterator[Call]:
-    """Head counts and row counts at which the record ops change their kernel."""
-    angles = torch.rand(64, 32, device="cuda")
-    table = torch.cat([angles.cos(), angles.sin()], 1)
-    for count, heads in ((3, 64), (300, 32), (300, 64), (5000, 32)):
-        position = torch.randint(0, 64, (count,), device="cuda", dtype=torch.int32)
+    """The shapes, layouts and alignments at which the record ops change their kernel."""
+    for count, heads, rope_dim in ((3, 64, 64), (300, 32, 64), (300, 64, 20), (5000, 32, 64)):
+        position = torch.randint(-1, 64, (count,), device="cuda", dtype=torch.int32)
+        table = cos_sin_cache(rope_dim)
         q = torch.randn(count, heads, 128, device="cuda").bfloat16()
         k = torch.randn(count, 128, device="cuda").bfloat16()
         weights = torch.randn(count, heads, device="cuda")
-        records = torch.zeros(count, 132, dtype=torch.uint8, device="cuda")
-        for interleaved, q_absmax in ((False, 448.0), (True, 0.875)):
-            arguments = (q, k, weights, position, table, records, interleaved, True, 0.03, "fp32", q_absmax)
-            yield f"quant_q_k_cp {count} rows, {heads} heads", ops.quant_q_k_cp, arguments
-        strided = torch.randn(count, heads, 576, device="cuda").bfloat16()[..., 512:]
-        for interleaved in (False, True):
-            arguments = (strided, position, table, interleaved)
-            yield f"rope_ {count} rows, {heads} heads", ops.rope_, arguments
-    count = 17_000
-    shapes = ((count, 656), (count, 132), (300, 64, 656), (300, 64 * 132))
-    mla, index, mla_cache, index_cache = (torch.zeros(s, dtype=torch.uint8, device="cuda") for s in shapes)
-    slots = torch.randperm(300 * 64)[:count].cuda()
-    arguments = (mla, index, None, None, None, mla_cache, index_cache, slots)
-    yield f"write_kv_cache {count} rows", ops.write_kv_cache, arguments
+        for interleaved, hadamard, scale_format, q_absmax in (
+            (False, True, "ue8m0", 448.0),
+            (True, True, "fp32", 0.875),
+            (False, False, "fp32", 448.0),
+        ):
+            w = weights if hadamard else weights.bfloat16()
+            arguments = (
+                q, k, w, position, table, zeros(count, 132), interleaved, hadamard, 0.03, scale_format, q_absmax,
+            )  # fmt: skip
+            yield f"quant_q_k_cp {count} rows, {heads} heads, {rope_dim=}, {scale_format}", ops.quant_q_k_cp, arguments
+        for dtype in (torch.bfloat16, torch.float32):
+            x = torch.randn(count, heads, 512 + rope_dim, device="cuda").to(dtype)[..., 512:]
+            for interleaved in (False, True):
+                for source in (None, torch.randn(count, heads, rope_dim, device="cuda").to(dtype)):
+                    yield (
+                        f"rope_ {count} rows, {heads} heads, {rope_dim=}, {dtype}, in place: {source is None}",
+                        ops.rope_,
+                        (x, position, table, interleaved, source),
+                    )
+    position, table = position[:70], cos_sin_cache(64)
+    for offset in (0, 1):  # with 1, rows are not aligned to vectors
+        latent = torch.randn(70, 640, device="cuda").bfloat16()[:, offset:]
+        for interleaved, scale_format in ((True, "ue8m0"), (False, "fp32")):
+            arguments = (
+                latent[:, :512], latent[:, 512:576], position, table, zeros(70, 656), interleaved, scale_format,
+            )  # fmt: skip
+            yield f"pack_mla_kv {offset=}, {scale_format}", ops.pack_mla_kv, arguments
+
+
+def cache_ops() -> Iterator[Call]:
+    """Row counts of write_kv_cache, with and without keys of the indexer, and the same of the store ops."""
+    for count in (5, 2100, 33_000):
+        pages = -(-count // 64)
+        mla, index, mla_cache, index_cache = (
+            zeros(count, 656), zeros(count, 132), zeros(pages, 64, 656), zeros(pages, 64 * 132),
+        )  # fmt: skip
+        slots = torch.randperm(pages * 64)[:count].cuda()
+        slots[::7] = int(slots[0])  # rows that meet on a slot
+        arguments = (mla, index, None, None, None, mla_cache, index_cache, slots)
+        yield f"write_kv_cache {count} rows", ops.write_kv_cache, arguments
+        table = torch.randperm(pages, device="cuda").int().unsqueeze(0)
+        position = torch.arange(count, device="cuda").int()
+        arguments = (mla, None, torch.zeros_like(position), position, table, mla_cache, None)
+        yield f"write_kv_cache {count} rows, no indexer", ops.write_kv_cache, arguments
+    ids = torch.tensor([3, -1, 7, 99, 0], device="cuda")
+    for page_size in (16, 64, 128):
+        cache, store = zeros(8, page_size, 656), zeros(9, page_size, 656)
+        yield f"write_cache_store {page_size=}", ops.write_cache_store, (cache, None, ids.int(), ids, store, None)
+        yield f"read_cache_store {page_size=}", ops.read_cache_store, (store, None, ids, ids.int(), cache, None)
+
+
+def small_ops() -> Iterator[Call]:
+    """States that are merged by vectors and by values, plans of few and of many requests in both splits."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for parts, count, dim in ((1, 3, 512), (2, 300, 64), (5, 40, 7)):
+            outs = torch.randn(parts, count, 16, dim, device="cuda").to(dtype)
+            lses = torch.randn(parts, count, 16, device="cuda")
+            lses[:, 1] = -torch.inf
+            yield (
+                f"merge_attention_states {parts} x {count} rows of {dim}, {dtype}",
+                ops.merge_attention_states,
+                (outs, lses),
+            )
+    for split in ("zigzag", "interleave"):
+        for requests, cp_size in ((1, 1), (40, 3), (1500, 8)):
+            request_table = torch.randint(-2, 30, (requests, 2), device="cuda").int()
+            new = int(request_table[:, 1].clamp(min=0).sum())
+            arguments = (request_table, cp_size - 1, cp_size, split, new // cp_size + 2 * requests + 5, new + 3)
+            yield f"expand_cp_plan {requests} requests, {cp_size=}, {split}", ops.expand_cp_plan, arguments
 
 
 def attention() -> Iterator[Call]:
-    """Each tile of heads, equal and unequal scales, one part and several, few rows and many."""
+    """Each tile of heads, equal and unequal scales, one part and several, few rows and many, both precisions."""
+    lists = [(0, 300, 125), (1, 90, 65), (-1, 0, 0)]
     for heads in (8, 16, 32, 64, 128):
         for scale_kind in ("ue8m0", "fp32"):
             for count, width in ((3, 512), (70, 128)):
-                lists = [(0, 300, min(width, 250)), (1, 90, 65), (-1, 0, 0)]
                 case = attention_cases.random_case((lists * count)[:count], heads, width, scale_kind=scale_kind)
-                for batch_invariant in (True, False):
-                    arguments = (*case.to("cuda").tensors, 0.05, "high", batch_invariant)
-                    yield (
-                        f"sparse_mla_fp8_cp {heads} heads, {scale_kind}, {count} rows, {batch_invariant=}",
-                        ops.sparse_mla_fp8_cp,
-                        arguments,
-                    )
+                slots = case.with_slots().to("cuda")
+                case = case.to("cuda")
+                for precision in ("high", "fp8"):
+                    for batch_invariant in (True, False):
+                        yield (
+                            f"sparse_mla_fp8_cp {heads} heads, {scale_kind}, {count} rows, {precision}, "
+                            f"{batch_invariant=}",
+                            ops.sparse_mla_fp8_cp,
+                            (*case.tensors, 0.05, precision, batch_invariant),
+                        )
+                yield (
+                    f"sparse_mla_fp8_cp {heads} heads, {scale_kind}, {count} rows, slots",
+                    ops.sparse_mla_fp8_cp,
+                    (*slots.tensors, 0.05),
+                )
 
 
 def indexer() -> Iterator[Call]:
-    """Narrow and wide block tables, few rows and many, both precisions, a small workspace."""
+    """Few rows and many, both precisions, a small workspace, and each width at which the selection changes."""
+    portable = os.environ.get("SPARSE_CP_OPS_ARCH") == "portable"
     shapes = {
         "narrow": [(0, 500 + n) for n in range(40)] + [(1, 70), (-1, 0)],
         "few rows of many keys": [(0, 20_000), (1, 17_001), (-1, 0)],
     }
-    if os.environ.get("SPARSE_CP_OPS_ARCH") != "portable":  # which has no path of its own for them
+    if not portable:  # which has no path of its own for them
         shapes["many rows of many keys"] = [(0, 16_500 + n % 7) for n in range(1030)]
     for shape, rows in shapes.items():
-        for heads, precision in ((8, "fp32"), (64, "fp32"), (32, "f16")):
+        for heads, precision in ((8, "fp32"), (64, "fp32"), (32, "f16"), (64, "f16")):
             case = indexer_cases.random_case(rows, heads)
             case = (case.encoded_for_f16() if precision == "f16" else case).to("cuda")
-            for workspace in (0, 2**20):
+            for workspace in (0,) if shape == "many rows of many keys" else (0, 2**20):
                 arguments = (*case.tensors, 256, workspace, precision)
                 yield (
                     f"indexer_topk_ragged_cp {shape}, {heads} heads, {precision}, workspace {workspace}",
@@ -98,6 +171,14 @@ def indexer() -> Iterator[Call]:
                     ops.indexer_scores_ragged_cp,
                     arguments,
                 )
+    for keys in (6_000, 12_000, 40_000, 70_000, 140_000):
+        case = indexer_cases.random_case([(0, keys), (1, 900), (-1, 0)], 8).to("cuda")
+        yield f"indexer_topk_ragged_cp {keys} keys", ops.indexer_topk_ragged_cp, (*case.tensors, 512, 0)
+    if not portable:
+        case = indexer_cases.random_case([(0, 700 + n % 7) for n in range(1030)], 8)
+        table = torch.nn.functional.pad(case.block_table, (0, 1100 - case.block_table.shape[1]), value=-1)
+        case = replace(case, block_table=table).to("cuda")
+        yield "indexer_topk_ragged_cp many rows of a wide table", ops.indexer_topk_ragged_cp, (*case.tensors, 256, 0)
 
 
 def main() -> None:
@@ -106,7 +187,7 @@ def main() -> None:
     match = parser.parse_args().match
     torch.manual_seed(0)
     calls = 0
-    for group in (samples, record_ops, attention, indexer):
+    for group in (samples, record_ops, cache_ops, small_ops, attention, indexer):
         for name, call, arguments in group():
             if match in name:
                 print(name, flush=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from stream_gate import StreamGate
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -315,24 +316,24 @@ def test_compiles_once_for_all_batches(device: str, split: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("split", sorted(SPLITS))
 def test_build_never_waits_for_the_device(split: str) -> None:
-    """Many plans enqueued behind a busy stream: none waits, none overwrites a table that is still to be copied."""
-    before = torch.cuda.get_sync_debug_mode()
+    """Many plans enqueued on a stream that is held: none waits, none overwrites a table that is still to be copied."""
     tables = torch.zeros(3, 40, dtype=torch.int32, device="cuda")
     captured = capacity_plan("cuda", split=split, block_table=tables[:1])
+
+    def build(new_lens: list[int], prefix_lens: list[int]) -> CpPlan:
+        return CpPlan.build(new_lens, prefix_lens, 1, 2, split, block_table=tables[: len(new_lens)], device="cuda")
+
+    captured.copy_(build([1, 2], [0, 0]))  # modules are loaded at the first use
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        torch.cuda._sleep(200_000_000)  # a tenth of a second
-        busy = torch.cuda.Event()
-        busy.record()
-        plans = []
-        for i in range(40):
-            plans.append(CpPlan.build([i, 3, 2 * i], [5, i, 0], 1, 2, split, block_table=tables, device="cuda"))
-        captured.copy_(CpPlan.build([3, 4], [1, 2], 1, 2, split, block_table=tables[:2], device="cuda"))
-        still_busy = not busy.query()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    assert still_busy
+    before = torch.cuda.get_sync_debug_mode()
+    with StreamGate(torch.cuda.current_stream()) as gate:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            plans = [build([i, 3, 2 * i], [5, i, 0]) for i in range(40)]
+            captured.copy_(build([3, 4], [1, 2]))
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        assert gate.is_closed
     for i, plan in enumerate(plans):
         assert plan.request_table.tolist() == [[5, i], [i, 3], [0, 2 * i]]
         assert plan.token_ids.tolist() == CpPlan.build([i, 3, 2 * i], [5, i, 0], 1, 2, split).token_ids.tolist()

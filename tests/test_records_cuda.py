@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from record_cases import assert_same_bytes, random_positions, rope_table
+from stream_gate import StreamGate
 from torch import Tensor
 
 from sparse_cp_ops import ops
@@ -137,11 +138,14 @@ def test_runs_on_the_current_stream() -> None:
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)
-        for name, value in vars(late).items():
-            getattr(layer, name).copy_(value)
-        actual = layer.run()
-    side.synchronize()
+        layer.run()  # what the stream needs for the first time is there before it is held
+        side.synchronize()
+        with StreamGate(side) as gate:
+            for name, value in vars(late).items():
+                getattr(layer, name).copy_(value)
+            actual = layer.run()
+            torch.cuda.default_stream().synchronize()
+            assert gate.is_closed
     assert_same_as_cpu(actual, cpu)
 
 

@@ -53,6 +53,8 @@ def check(device: str, x: Tensor, positions: Tensor, table: Tensor, interleaved:
         (4, 2, 32),
         (3, 4, 80),
         (2, 3, 256),
+        (2, 3, 8200),  # on CUDA more pieces than a block has threads
+        (2, 70_000, 8),  # and more heads than a grid's y
     ],
 )
 def test_same_bytes_as_reference(device: str, shape: tuple[int, ...], dtype: torch.dtype, interleaved: bool) -> None:
