@@ -183,13 +183,13 @@ def indexer() -> Iterator[Call]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--match", default="", help="only calls whose line contains this text")
+    parser.add_argument("--match", nargs="+", default=[""], help="only calls whose line contains one of these texts")
     match = parser.parse_args().match
     torch.manual_seed(0)
     calls = 0
     for group in (samples, record_ops, cache_ops, small_ops, attention, indexer):
         for name, call, arguments in group():
-            if match in name:
+            if any(text in name for text in match):
                 print(name, flush=True)
                 call(*arguments)
                 torch.cuda.synchronize()
