@@ -10,6 +10,7 @@ namespace {
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 constexpr int kVector = 8;
+constexpr int kNearBlocks = 2048;  // their steps are in shared memory too, where a search does not wait for memory
 
 // `op` over the values of the threads before this one (0 for the first), and over all of them. Two barriers.
 template <class Op>
@@ -37,6 +38,7 @@ __device__ int exclusive_scan(int value, int (&warps)[kWarps], int& total, const
 
 __global__ __launch_bounds__(kThreads) void plan_kernel(const __grid_constant__ PlanTask task) {
   __shared__ int warps[kWarps];
+  __shared__ int near_steps[2][kNearBlocks];
   wait_for_earlier_kernels();
   const auto sum = [](int a, int b) { return a + b; };
   const auto largest = [](int a, int b) { return a > b ? a : b; };
@@ -114,6 +116,7 @@ __global__ __launch_bounds__(kThreads) void plan_kernel(const __grid_constant__ 
       int total;
       const int before = exclusive_scan(mine[pass], warps, total, sum);
       if (b < blocks) (pass == 0 ? plan.first : plan.rest).first_steps[b] = steps[pass] + before;
+      if (b < min(blocks, kNearBlocks)) near_steps[pass][b] = steps[pass] + before;
       steps[pass] += total;
     }
   }
@@ -128,25 +131,25 @@ __global__ __launch_bounds__(kThreads) void plan_kernel(const __grid_constant__ 
   for (int i = threadIdx.x; i < task.ctas * (sampled ? 2 : 1); i += kThreads) {
     const int cta = i % task.ctas, pass = i / task.ctas;
     const StepTable& table = pass == 0 ? plan.first : plan.rest;
+    const int* first_steps = blocks <= kNearBlocks ? near_steps[pass] : table.first_steps;
     const int begin = static_cast<int>(static_cast<int64_t>(pass == 0 ? steps[0] : steps[1]) * cta / task.ctas);
     int low = 0, high = blocks;  // first_steps[low] <= begin; high is behind the answer
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      (table.first_steps[middle] <= begin ? low : high) = middle;
+      (first_steps[middle] <= begin ? low : high) = middle;
     }
     table.cta_blocks[cta] = low;
   }
 
-  // Which CTAs hold a row's part of the second pass.
+  // Which CTAs hold a row's part of the second pass. CTA c begins at or before a step iff total * c < (step + 1) *
+  // ctas.
   if (!sampled) return;
-  const auto cta_of = [&](int step) {
-    int cta = static_cast<int>(static_cast<int64_t>(step) * task.ctas / steps[1]);
-    while (static_cast<int64_t>(steps[1]) * (cta + 1) / task.ctas <= step) ++cta;
-    return cta;
+  const auto behind = [&](int step) {  // the CTA behind the one that has the step before this one
+    return static_cast<int>((static_cast<int64_t>(step) * task.ctas + steps[1] - 1) / steps[1]);
   };
   for (int b = threadIdx.x; b < blocks; b += kThreads) {
-    const int first = plan.rest.first_steps[b], last = plan.rest.first_steps[b + 1] - 1;
-    const CtaRange range = last < first ? CtaRange{0, 0} : CtaRange{cta_of(first), cta_of(last) + 1};
+    const int first = plan.rest.first_steps[b], last = plan.rest.first_steps[b + 1];
+    const CtaRange range = last == first ? CtaRange{0, 0} : CtaRange{behind(first + 1) - 1, behind(last)};
     for (int r = 0; r < plan.blocks[b].rows; ++r) plan.ctas_of[plan.blocks[b].slot + r] = range;
   }
 }

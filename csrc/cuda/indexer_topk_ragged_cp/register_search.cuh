@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../device/cluster.cuh"
+#include "block_scan.cuh"
 #include "ranks.cuh"
 
 namespace sparse_cp_ops {
@@ -25,9 +26,9 @@ struct SearchScratch {
   int counts[2][kWarps];
   int block_counts[4][BLOCKS];  // two turns of the search, two of whoever uses its result
   Statistics warps[kWarps], blocks[BLOCKS];
-  uint32_t undecided[kFewUndecided];
+  uint32_t undecided[kFewUndecided];  // of the first block
   int undecided_count;
-  uint32_t from;
+  uint32_t middle, from;
   int count, above;
 };
 
@@ -135,29 +136,34 @@ __device__ __forceinline__ uint32_t rank_between(uint32_t low, uint32_t high, fl
 template <int THREADS, int BLOCKS, int N>
 __device__ Found search(const uint32_t (&ranks)[N], int size, int least, int most,
                         SearchScratch<THREADS, BLOCKS>& scratch) {
-  static_assert(THREADS >= kFewUndecided);
+  static_assert(kFewUndecided == 64, "two a lane");
   if (threadIdx.x == 0) scratch.undecided_count = 0;
   const Statistics statistics = statistics_of(ranks, scratch);
   uint32_t low = statistics.lowest, high = statistics.highest + 1;
   int from_low = size, from_high = 0;  // elements of at least that rank
 
   for (int step = 0; from_low > most && high - low > 1 && from_low - from_high > kFewUndecided; ++step) {
-    float wanted = 0.5f * (least + most);
-    if (least == most) {
-      wanted += from_low - wanted > wanted - from_high ? 0.5f * kFewUndecided : -0.5f * kFewUndecided;
-      wanted = fminf(fmaxf(wanted, from_high + 0.5f), from_low - 0.5f);
+    // By one warp: to aim is as much work as to count.
+    if (threadIdx.x < 32) {
+      float wanted = 0.5f * (least + most);
+      if (least == most) {
+        wanted += from_low - wanted > wanted - from_high ? 0.5f * kFewUndecided : -0.5f * kFewUndecided;
+        wanted = fminf(fmaxf(wanted, from_high + 0.5f), from_low - 0.5f);
+      }
+      float aim = NAN;
+      if (step == 0) {
+        const float mean = statistics.sum / statistics.sampled;
+        const float variance = fmaxf(statistics.squares / statistics.sampled - mean * mean, 0.0f);
+        aim = mean + sqrtf(variance) * normcdfinvf(1.0f - wanted / size);
+      } else if (step % 4 != 3) {
+        const float low_score = score_of_rank(low), high_score = score_of_rank(high - 1);
+        const float low_odds = log_odds(from_low, size), high_odds = log_odds(from_high, size);
+        aim = low_score + (high_score - low_score) * ((log_odds(wanted, size) - low_odds) / (high_odds - low_odds));
+      }
+      if (threadIdx.x == 0) scratch.middle = rank_between(low, high, aim);
     }
-    float aim = NAN;
-    if (step == 0) {
-      const float mean = statistics.sum / statistics.sampled;
-      const float variance = fmaxf(statistics.squares / statistics.sampled - mean * mean, 0.0f);
-      aim = mean + sqrtf(variance) * normcdfinvf(1.0f - wanted / size);
-    } else if (step % 4 != 3) {
-      const float low_score = score_of_rank(low), high_score = score_of_rank(high - 1);
-      const float low_odds = log_odds(from_low, size), high_odds = log_odds(from_high, size);
-      aim = low_score + (high_score - low_score) * ((log_odds(wanted, size) - low_odds) / (high_odds - low_odds));
-    }
-    const uint32_t middle = rank_between(low, high, aim);
+    __syncthreads();
+    const uint32_t middle = scratch.middle;
     int count = 0;
 #pragma unroll
     for (int i = 0; i < N; ++i) count += ranks[i] >= middle;
@@ -170,25 +176,33 @@ __device__ Found search(const uint32_t (&ranks)[N], int size, int least, int mos
   // The undecided meet in the first block's list, and each block reads it.
   SearchScratch<THREADS, BLOCKS>* first = &scratch;
   if constexpr (BLOCKS > 1) first = shared_of_rank(&scratch, 0);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  static_assert(N <= 32);
+  uint32_t mine = 0;
+  int in_warp, base = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) mine |= (ranks[i] - low < high - low ? 1u : 0u) << i;
+  asm volatile("" : "+r"(mine));  // or the compiler keeps every comparison in a register of its own
+  int at = lanes_before(__popc(mine), in_warp);
+  if (lane == 0 && in_warp > 0) base = atomicAdd(&first->undecided_count, in_warp);
+  at += __shfl_sync(~0u, base, 0);
 #pragma unroll
   for (int i = 0; i < N; ++i)
-    if (ranks[i] - low < high - low) first->undecided[atomicAdd(&first->undecided_count, 1)] = ranks[i];
+    if (mine >> i & 1) first->undecided[at++] = ranks[i];
   group_barrier<BLOCKS>();
+
+  // Each warp holds them all, two a lane, and takes its share of them as candidates.
   const int undecided = from_low - from_high;
-  if constexpr (BLOCKS > 1) {
-    if (static_cast<int>(threadIdx.x) < undecided) scratch.undecided[threadIdx.x] = first->undecided[threadIdx.x];
-    __syncthreads();
-  }
-  if (static_cast<int>(threadIdx.x) < undecided) {
-    const uint32_t mine = scratch.undecided[threadIdx.x];
-    int from_mine = from_high, above_mine = from_high;
-    for (int i = 0; i < undecided; ++i) {
-      from_mine += scratch.undecided[i] >= mine;
-      above_mine += scratch.undecided[i] > mine;
-    }
+  const uint32_t one = lane < undecided ? first->undecided[lane] : kNoRank;
+  const uint32_t other = lane + 32 < undecided ? first->undecided[lane + 32] : kNoRank;
+  for (int i = warp; i < undecided; i += THREADS / 32) {
+    const uint32_t candidate = __shfl_sync(~0u, i < 32 ? one : other, i % 32);
+    const auto count = [](bool holds) { return __popc(__ballot_sync(~0u, holds)); };
+    const int from_here = from_high + count(one >= candidate) + count(other >= candidate);
+    const int above_here = from_high + count(one > candidate) + count(other > candidate);
     // Only the rank of the cut passes; equal ones write the same.
-    if (from_mine >= least && above_mine < least)
-      scratch.from = mine, scratch.count = from_mine, scratch.above = above_mine;
+    if (lane == 0 && from_here >= least && above_here < least)
+      scratch.from = candidate, scratch.count = from_here, scratch.above = above_here;
   }
   __syncthreads();
   return {scratch.from, scratch.count, scratch.above};

@@ -35,11 +35,11 @@ struct Layout {
 Layout make_layout(const IndexerTopkParams& p, int64_t budget, int32_t device) {
   const int64_t capacity = p.in.capacity();
   Layout layout{p.in.rows, 0, 0, std::min(device_arch(device).multiprocessors, kMaxCtas)};
-  // One key in 8 up to 32K keys, one in 16 up to 128K. Sparser samples need more survivors (2630, 2880 of 2048), of
-  // which a lane's list gets a 32nd, and scatter more: lists that are 5 standard deviations longer hardly ever fill up.
-  layout.sample_keys = std::clamp<int64_t>((capacity + 15) / 16, 4096, kMaxSampleKeys);
+  // One key in 16, up to 128K keys. Sparser samples need more survivors (2880 of 2048), of which a lane's list gets a
+  // 32nd, and scatter more: lists that are 5 standard deviations longer hardly ever fill up.
+  layout.sample_keys = std::clamp<int64_t>((capacity + 15) / 16, 2048, kMaxSampleKeys);
   layout.sample_keys = (layout.sample_keys + kTileKeys - 1) / kTileKeys * kTileKeys;
-  layout.list_capacity = capacity <= 32768 ? 128 : capacity <= 131072 ? 160 : 192;
+  layout.list_capacity = capacity <= 131072 ? 160 : 192;
   for (int64_t chunks = 1; layout.bytes() > budget && layout.slots > 1; ++chunks) {
     const int64_t even = (p.in.rows + chunks - 1) / chunks;
     layout.slots = std::min(p.in.rows, (even + kBlockRows - 1) / kBlockRows * kBlockRows);

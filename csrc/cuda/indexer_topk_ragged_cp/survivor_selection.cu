@@ -15,6 +15,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kElements = kMaxSurvivors / kThreads;
 constexpr int kListLanes = kThreads / SurvivorLists::kLanes;  // threads a list
+constexpr int kListBatch = 6;                                 // 96 survivors of a list at once
 
 struct Scratch {
   SearchScratch<kThreads> search;
@@ -37,15 +38,15 @@ __device__ __forceinline__ void put_pair(Scratch& scratch, int at, const uint4& 
   *reinterpret_cast<uint2*>(scratch.positions + at) = make_uint2(pair.y, pair.w);
 }
 
-// `count` survivors to place `at`, by `lanes` threads of which this is number `lane`.
+// `count` survivors to place `at`, by `lanes` threads of which this is number `lane`; BATCH loads of two in flight.
+template <int BATCH>
 __device__ __forceinline__ void copy_survivors(const Survivor* from, int count, int at, int lane, int lanes,
                                                Scratch& scratch) {
-  constexpr int kBatch = 6;  // loads in flight: 96 survivors of a list
   const uint4* pairs = reinterpret_cast<const uint4*>(from);
-  for (int first = lane; 2 * first < count; first += kBatch * lanes) {
-    uint4 batch[kBatch];
+  for (int first = lane; 2 * first < count; first += BATCH * lanes) {
+    uint4 batch[BATCH];
 #pragma unroll
-    for (int v = 0; v < kBatch; ++v) {
+    for (int v = 0; v < BATCH; ++v) {
       const int i = first + v * lanes;
       if (2 * i + 1 < count) {
         batch[v] = pairs[i];
@@ -55,7 +56,7 @@ __device__ __forceinline__ void copy_survivors(const Survivor* from, int count, 
       }
     }
 #pragma unroll
-    for (int v = 0; v < kBatch; ++v) {
+    for (int v = 0; v < BATCH; ++v) {
       const int i = 2 * (first + v * lanes);
       if (i < count) put_pair(scratch, at + i, batch[v], count - i);
     }
@@ -74,7 +75,7 @@ __device__ Gathered gather(const SurvivorTask& task, int slot, Scratch& scratch)
   int count = counts_of(ctas.first);
   Gathered gathered{(sampled + 1) / 2 * 2, sampled, sampled > task.sample_capacity()};
   if (gathered.failed) return gathered;
-  copy_survivors(task.sample_survivors(slot), sampled, 0, threadIdx.x, kThreads, scratch);
+  copy_survivors<1>(task.sample_survivors(slot), sampled, 0, threadIdx.x, kThreads, scratch);
   for (int cta = ctas.first; cta < ctas.end; ++cta) {
     const int next_count = counts_of(cta + 1);
     int places, survivors;
@@ -82,8 +83,9 @@ __device__ Gathered gather(const SurvivorTask& task, int slot, Scratch& scratch)
     survivors = __reduce_add_sync(~0u, count);
     gathered.failed = __any_sync(~0u, count > capacity) || gathered.places + places > kMaxSurvivors;
     if (gathered.failed) return gathered;
-    copy_survivors(task.lists.entries + (lists_of(cta) + my_list) * capacity, __shfl_sync(~0u, count, my_list),
-                   gathered.places + __shfl_sync(~0u, before, my_list), threadIdx.x % kListLanes, kListLanes, scratch);
+    copy_survivors<kListBatch>(task.lists.entries + (lists_of(cta) + my_list) * capacity,
+                               __shfl_sync(~0u, count, my_list), gathered.places + __shfl_sync(~0u, before, my_list),
+                               threadIdx.x % kListLanes, kListLanes, scratch);
     gathered.places += places;
     gathered.survivors += survivors;
     count = next_count;
@@ -118,14 +120,21 @@ __global__ __launch_bounds__(kThreads, 5) void survivor_kernel(const __grid_cons
   }
   const Found found = search(ranks, gathered.survivors, topk, topk, scratch.search);
 
-  const auto mark = [&](int i, int map) {
-    const int position = scratch.positions[i * kThreads + threadIdx.x];
-    atomicOr(&scratch.bitmap[map + position / 32], 1u << position % 32);
+  const auto mark = [&](const auto& wanted, int map) {
+    constexpr int kBatch = 8;  // positions on their way at once
+#pragma unroll
+    for (int first = 0; first < kElements; first += kBatch) {
+      int positions[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) positions[i] = scratch.positions[(first + i) * kThreads + threadIdx.x];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        if (wanted(ranks[first + i])) atomicOr(&scratch.bitmap[map + positions[i] / 32], 1u << positions[i] % 32);
+    }
   };
   const bool ties = found.count > topk;
-#pragma unroll
-  for (int i = 0; i < kElements; ++i)
-    if (ranks[i] > found.from || (!ties && ranks[i] == found.from)) mark(i, 0);
+  const uint32_t from = found.from + (ties ? 1 : 0);
+  mark([&](uint32_t rank) { return rank >= from; }, 0);
 
   // Every thread has a run of words.
   const int run = ceil_div(words, kThreads), first = min(static_cast<int>(threadIdx.x) * run, words);
@@ -133,9 +142,7 @@ __global__ __launch_bounds__(kThreads, 5) void survivor_kernel(const __grid_cons
   if (ties) {  // of the positions on the cut, the smallest
     for (int w = threadIdx.x; w < words; w += kThreads) scratch.bitmap[words + w] = 0;
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kElements; ++i)
-      if (ranks[i] == found.from) mark(i, words);
+    mark([&](uint32_t rank) { return rank == found.from; }, words);
     __syncthreads();
     int mine = 0;
     for (int w = first; w < last; ++w) mine += __popc(scratch.bitmap[words + w]);

@@ -8,9 +8,6 @@
 namespace sparse_cp_ops {
 namespace {
 
-constexpr int kVectors = 8;  // of four columns, a thread
-constexpr int kElements = kVectors * 4;
-
 template <int THREADS>
 struct Scratch {
   SearchScratch<THREADS> search;
@@ -28,14 +25,14 @@ __device__ __forceinline__ int sampled_rank(int topk, int stride, float scatter)
 
 // How much more the number of sampled keys from `cut` up varies than that of keys that were sampled one by one: keys
 // beside each other may score alike, and pieces of kPieceKeys are sampled. Estimated from the numbers in the pieces.
-template <int THREADS>
-__device__ __forceinline__ float scatter_of(const uint32_t (&ranks)[kElements], uint32_t cut, int columns,
+template <int THREADS, int N>
+__device__ __forceinline__ float scatter_of(const uint32_t (&ranks)[N], uint32_t cut, int columns,
                                             Scratch<THREADS>& scratch) {
   static_assert(kPieceKeys == 16, "four neighbouring threads hold a piece in each vector");
   __syncthreads();  // the search's scratch is used again
   int count = 0, squares = 0;
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < N / 4; ++v) {
     int in_piece = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) in_piece += ranks[4 * v + i] >= cut;
@@ -48,7 +45,8 @@ __device__ __forceinline__ float scatter_of(const uint32_t (&ranks)[kElements], 
   return total > 0.0f ? (total_squares - total * total * kPieceKeys / columns) / total : 1.0f;
 }
 
-template <int THREADS>
+// A thread holds VECTORS times four columns.
+template <int THREADS, int VECTORS>
 __global__ __launch_bounds__(THREADS, 1024 / THREADS) void threshold_kernel(const __grid_constant__ SurvivorTask task) {
   __shared__ Scratch<THREADS> scratch;
   wait_for_earlier_kernels();
@@ -59,9 +57,10 @@ __global__ __launch_bounds__(THREADS, 1024 / THREADS) void threshold_kernel(cons
   if (end == 0) return;
   const int pieces = ceil_div(block.end, kPieceKeys), columns = sample_columns(block.stride, pieces, end);
   const float* scores = task.sample + slot * task.sample_stride;
+  constexpr int kElements = VECTORS * 4;
   uint32_t ranks[kElements];
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) load_ranks(scores, (v * THREADS + threadIdx.x) * 4, columns, ranks + 4 * v);
+  for (int v = 0; v < VECTORS; ++v) load_ranks(scores, (v * THREADS + threadIdx.x) * 4, columns, ranks + 4 * v);
   if (threadIdx.x == 0) scratch.stored = 0;
 
   // One in sixteen more survivors spares half of the search; a sample of everything needs no spare ones.
@@ -83,20 +82,26 @@ __global__ __launch_bounds__(THREADS, 1024 / THREADS) void threshold_kernel(cons
 
   // All scores are in registers: what reaches the threshold takes their place. NaN does not.
   const uint32_t from = max(found.from, rank_of_score(threshold));
-  int mine = 0, in_warp;
+  uint32_t mine = 0;
+  int in_warp;
 #pragma unroll
-  for (int i = 0; i < kElements; ++i) mine += ranks[i] >= from;
-  int at = lanes_before(mine, in_warp), base = 0;
+  for (int i = 0; i < kElements; ++i) mine |= (ranks[i] >= from ? 1u : 0u) << i;
+  asm volatile("" : "+r"(mine));  // or the compiler keeps every comparison in a register of its own
+  int at = lanes_before(__popc(mine), in_warp), base = 0;
   if (threadIdx.x % 32 == 0 && in_warp > 0) base = atomicAdd(&scratch.stored, in_warp);
   at += __shfl_sync(~0u, base, 0);
   Survivor* survivors = task.sample_survivors(slot);
+  const int capacity = task.sample_capacity();
 #pragma unroll
-  for (int i = 0; i < kElements; ++i) {
-    if (ranks[i] < from) continue;
-    const int column = (i / 4 * THREADS + threadIdx.x) * 4 + i % 4;
-    if (at < task.sample_capacity())
-      survivors[at] = {score_of_rank(ranks[i]), sample_position(block.stride, pieces, column)};
-    ++at;
+  for (int v = 0; v < VECTORS; ++v) {
+    const int position = sample_position(block.stride, pieces, (v * THREADS + threadIdx.x) * 4);  // four in a piece
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (mine >> (4 * v + i) & 1) {
+        if (at < capacity) survivors[at] = {score_of_rank(ranks[4 * v + i]), position + i};
+        ++at;
+      }
+    }
   }
   __syncthreads();
   if (threadIdx.x == 0) task.sample_counts[slot] = scratch.stored;
@@ -108,8 +113,9 @@ void launch_thresholds(const SurvivorTask& task, int32_t device, cudaStream_t st
   const auto launch = [&](int threads, auto kernel) {
     launch_chained("indexer thresholds", kernel, {task.rows.count, threads}, device, stream, task);
   };
-  if (task.sample_stride <= 128 * kElements) launch(128, threshold_kernel<128>);
-  else launch(256, threshold_kernel<256>);
+  if (task.sample_stride <= 2048) launch(128, threshold_kernel<128, 4>);
+  else if (task.sample_stride <= 4096) launch(128, threshold_kernel<128, 8>);
+  else launch(256, threshold_kernel<256, 8>);
 }
 
 }  // namespace sparse_cp_ops
