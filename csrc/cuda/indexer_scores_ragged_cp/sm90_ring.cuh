@@ -8,7 +8,7 @@
 namespace sparse_cp_ops {
 
 inline constexpr int kConsumers = 3;  // warpgroups
-inline constexpr int kStages = 15;  // as many as fit; 4 and 8 took the same time
+inline constexpr int kStages = 15;    // as many as fit; 4 and 8 took the same time
 inline constexpr int kPieces = kTileKeys / kPieceKeys;
 inline constexpr int kLaneKeyDistance = 8;  // a lane's two keys of a product
 inline constexpr int kTileBytes = kTileKeys * kIndexDim;
