@@ -120,6 +120,23 @@ def test_a_row_does_not_depend_on_the_others(heads: int, scale_kind: str) -> Non
         assert torch.equal(few[1], lse[rows])
 
 
+@pytest.mark.parametrize("heads", [64, 128])
+def test_uniform_and_mixed_steps_in_one_list(heads: int) -> None:
+    """Hopper computes each 64 entries by what their scales are: all powers of two, or not. Rows alone and among others
+    take different ways to the keys, and must find the same kind."""
+    q, cache, *_ = slot_case(300, heads, 512)
+    cache[32:] = random_mla_cache(32, 64, "fp32").cuda()
+    kind = torch.randint(0, 3, (300, 8, 1), device="cuda")  # of a step: no such key, one, all
+    upper = (kind == 2) | ((kind == 1) & (torch.arange(64, device="cuda") == 17))
+    indices = (torch.randint(0, 2048, (300, 8, 64), device="cuda") + 2048 * upper).int().view(300, 512)
+    assert_matches((q, cache, indices, None, None, None), 0.1352)
+    out, lse = ops.sparse_mla_fp8_cp(q, cache, indices, None, None, None, 0.1352)
+    for rows in (slice(7, 8), slice(100, 117)):
+        few = ops.sparse_mla_fp8_cp(q[rows], cache, indices[rows], None, None, None, 0.1352)
+        assert torch.equal(few[0], out[rows])
+        assert torch.equal(few[1], lse[rows])
+
+
 @pytest.mark.parametrize(("rows", "heads"), [(1, 128), (3, 64), (200, 128), (40, 8)])
 @pytest.mark.parametrize("batch_invariant", [True, False])
 def test_repeats_are_bitwise_equal(rows: int, heads: int, batch_invariant: bool) -> None:

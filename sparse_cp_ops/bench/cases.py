@@ -38,18 +38,33 @@ class Case:
 
 
 def sparse_mla(
-    rows: int, tokens: int, heads: int, overlapping: bool = False, precision: str = "high", queries: int = 1
+    rows: int,
+    tokens: int,
+    heads: int,
+    overlapping: bool = False,
+    precision: str = "high",
+    queries: int = 1,
+    any_scales: bool = False,
+    cache_tokens: int | None = None,
+    requests: int = 1,
 ) -> Callable[[torch.device, Peers], Work]:
-    """Attention of ``rows`` queries over 2048 selected keys each; ``queries`` of them are one request's."""
+    """Attention of ``rows`` queries over 2048 selected keys each; ``queries`` of them are one decode step of a request.
+
+    The rows belong to ``requests`` of ``tokens`` tokens. ``any_scales``: not only powers of two. ``cache_tokens``: room
+    of the cache, if it is larger.
+    """
 
     def build(device: torch.device, peers: Peers) -> Work:
         topk = min(2048, tokens)
-        cache, kv = inputs.mla_cache(tokens, device)
+        room = cache_tokens or requests * tokens
+        cache, kv = inputs.mla_cache(room, device, any_scales)
         q = torch.randn(rows, heads, 576, device=device).bfloat16()
         indices = inputs.selected_positions(rows, tokens, topk, device, overlapping)
-        block_table, req_ids, _ = inputs.batch(1, rows, tokens, device)
+        block_table, req_ids, _ = inputs.batch(requests, rows // requests, room // requests, device)
+        block_table = block_table[:, : tokens // inputs.PAGE_SIZE].contiguous()
         kv_lens = torch.full((rows,), tokens, dtype=torch.int32, device=device)
-        slots = block_table[0].long()[indices.long() // 64] * 64 + indices.long() % 64
+        pages = block_table[req_ids.long().unsqueeze(1), indices.long() // inputs.PAGE_SIZE]
+        slots = pages.long() * inputs.PAGE_SIZE + indices.long() % inputs.PAGE_SIZE
         if device.type == "cuda":
             others = peers.sparse_mla(q, cache, slots.int(), kv, SCALE_V32, queries)
         else:
@@ -58,7 +73,7 @@ def sparse_mla(
             lambda: ops.sparse_mla_fp8_cp(
                 q, cache, indices, block_table, req_ids, kv_lens, SCALE_V32, precision, batch_invariant=rows > 512
             ),
-            rows * (heads * (576 + 512) * 2 + topk * 4) + min(tokens, rows * topk) * 656,
+            rows * (heads * (576 + 512) * 2 + topk * 4) + min(requests * tokens, rows * topk) * 656,
             2.0 * rows * heads * topk * 1088,
             others,
         )
@@ -157,11 +172,16 @@ def attention_cases(device_type: str) -> Iterator[Case]:
     ]:
         yield Case(op, f"{rows} x {tokens // 1024}K, H={heads}", sparse_mla(rows, tokens, heads), "bf16")
     yield Case(op, "4096 x 32K, H=128, overlapping", sparse_mla(4096, 32768, 128, overlapping=True), "bf16")
+    yield Case(op, "4096 x 32K, H=128, any scales", sparse_mla(4096, 32768, 128, any_scales=True), "bf16")
+    build = sparse_mla(4096, 32768, 128, any_scales=True, cache_tokens=2**20)
+    yield Case(op, "4096 x 32K of a cache of 1M, H=128, any scales", build, "bf16")
     for heads in (128, 64, 32, 16, 8):
         for rows in (1, 4, 16, 64, 128, 256):
-            yield Case(op, f"decode {rows} rows, H={heads}", sparse_mla(rows, 32768, heads), "bf16", graph=True)
+            yield Case(
+                op, f"decode {rows} rows, H={heads}", sparse_mla(rows, 8192, heads, requests=rows), "bf16", graph=True
+            )
     for requests in (1, 4, 16, 64, 128, 256):
-        build = sparse_mla(2 * requests, 32768, 128, queries=2)
+        build = sparse_mla(2 * requests, 8192, 128, queries=2, requests=requests)
         yield Case(op, f"decode {requests} x 2 rows, H=128", build, "bf16", graph=True)
 
 

@@ -11,13 +11,16 @@ def e4m3(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.randn(shape, device=device).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def mla_cache(tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Records uint8 [tokens/64, 64, 656] with scales 0.5 and their values bf16 [tokens, 576]."""
+def mla_cache(tokens: int, device: torch.device, any_scales: bool = False) -> tuple[Tensor, Tensor]:
+    """Records uint8 [tokens/64, 64, 656] and their values bf16 [tokens, 576]; scales 0.5, or any from 0.5 to 1."""
     values = e4m3((tokens, 512), device)
     scales = torch.full((tokens, 4), 0.5, device=device)
+    if any_scales:
+        scales *= 1 + torch.rand_like(scales)
     rope = torch.randn(tokens, 64, device=device).bfloat16()
     cache = torch.cat([values, scales.view(torch.uint8), rope.view(torch.uint8)], 1)
-    kv = torch.cat([values.view(torch.float8_e4m3fn).float() * 0.5, rope.float()], 1).bfloat16()
+    latent = values.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(128, 1)
+    kv = torch.cat([latent, rope.float()], 1).bfloat16()
     return cache.view(tokens // PAGE_SIZE, PAGE_SIZE, 656), kv
 
 

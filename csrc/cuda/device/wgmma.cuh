@@ -87,6 +87,16 @@ __device__ __forceinline__ void wgmma_n256_f16_transposed(float (&d)[2][64], uin
       : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
+// The same with a in registers.
+__device__ __forceinline__ void wgmma_n256_f16_transposed(float (&d)[2][64], const uint32_t (&a)[4], uint64_t b,
+                                                          bool add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\nwgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 " SCO_R128
+      ", {%128, %129, %130, %131}, %132, p, 1, 1, 1;\n}"
+      : SCO_D64(d[0]), SCO_D64(d[1])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
+
 // b 16 x 128, a in registers.
 __device__ __forceinline__ void wgmma_n128_f16_transposed(float (&d)[64], const uint32_t (&a)[4], uint64_t b,
                                                           bool add) {

@@ -31,11 +31,15 @@ void launch_portable_16(const SparseMlaParams& p, const KeySplit& split, int32_t
 void launch_portable_32(const SparseMlaParams& p, const KeySplit& split, int32_t device_index, cudaStream_t stream);
 void launch_portable_64(const SparseMlaParams& p, const KeySplit& split, int32_t device_index, cudaStream_t stream);
 
-// Records of a whole cache as 16-bit rows, ready for the tensor core (sm90_tile.cuh).
+// Records as 16-bit rows, ready for the tensor core (sm90_tile.cuh): those of each request by position, or, where that
+// is less or there is no block table, the whole cache by slot.
 struct Workspace {
-  uint8_t* rows;    // [num_pages * page_size, 1152]: 512 f16, 64 bf16
-  float4* factors;  // [num_pages * page_size]
-  int* mixed;       // not 0: some record has factors that differ
+  int64_t tokens;
+  int per_request;  // positions of a request, table_width * page_size; 0: the whole cache
+  uint8_t* rows;    // [tokens, 1152]: 512 f16, 64 bf16
+  float4* factors;  // [tokens]
+  int* mixed;       // not 0: some scale is no power of two
+  int* lengths;     // [requests] keys that some row may see; with per_request only, behind `mixed`
 };
 inline constexpr int64_t kWorkspaceRowBytes = kQkDim * 2;
 
@@ -56,6 +60,6 @@ void launch_few_heads_16(const SparseMlaParams& p, const KeySplit& split, const 
 void launch_few_heads_32(const SparseMlaParams& p, const KeySplit& split, const DeviceArch& arch, int32_t device_index,
                          cudaStream_t stream);
 
-void merge_parts(const SparseMlaParams& p, const KeySplit& split, cudaStream_t stream);
+void merge_parts(const SparseMlaParams& p, const KeySplit& split, int32_t device_index, cudaStream_t stream);
 
 }  // namespace sparse_cp_ops

@@ -72,6 +72,16 @@ __device__ __forceinline__ uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
   return reinterpret_cast<const uint32_t&>(product);
 }
 
+// The larger of each half; a number rather than NaN.
+__device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {
+  const __half2 larger = __hmax2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
+  return reinterpret_cast<const uint32_t&>(larger);
+}
+
+__device__ __forceinline__ float2 unpack_f16x2(uint32_t pair) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+
 __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
   const __nv_bfloat162 product =
       __hmul2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));

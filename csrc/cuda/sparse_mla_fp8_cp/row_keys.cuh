@@ -8,7 +8,7 @@ namespace sparse_cp_ops {
 struct RowKeys {
   const int32_t* list;
   const int32_t* table;  // the request's row of block_table
-  int32_t kv_len;
+  int32_t kv_len, request;
   bool pad;
 
   // Whether an entry may name a key; its page may still be missing.
@@ -18,13 +18,14 @@ struct RowKeys {
 };
 
 __device__ __forceinline__ RowKeys row_keys(const SparseMlaParams& p, int64_t row) {
-  RowKeys keys{p.indices + row * p.indices_stride, nullptr, 0, false};
+  RowKeys keys{p.indices + row * p.indices_stride, nullptr, 0, 0, false};
   if (p.paged) {
     const int64_t request = p.req_ids[row];
     keys.pad = request < 0 || request >= p.requests;
     if (!keys.pad) {
       keys.table = p.block_table + request * p.table_stride;
       keys.kv_len = p.kv_lens[row];
+      keys.request = static_cast<int32_t>(request);
     }
   }
   return keys;

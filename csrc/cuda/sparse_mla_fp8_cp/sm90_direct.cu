@@ -5,7 +5,7 @@ namespace sparse_cp_ops {
 
 void launch_sm90_direct(const SparseMlaParams& p, const KeySplit& split, const DeviceArch& arch, int32_t device_index,
                         cudaStream_t stream) {
-  sm90::launch<sm90::DirectSource, false>(p, split, sm90::DirectSource{}, arch, device_index, stream);
+  sm90::launch<sm90::DirectSource, true>(p, split, sm90::DirectSource{}, arch, device_index, stream);
 }
 
 }  // namespace sparse_cp_ops

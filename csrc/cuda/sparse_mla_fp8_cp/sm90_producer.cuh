@@ -7,141 +7,325 @@
 namespace sparse_cp_ops {
 namespace sm90 {
 
-inline constexpr int kLanesPerRow = 8, kRowsAtOnce = kWarpgroup / kLanesPerRow, kRowsPerThread = kKeys / kRowsAtOnce;
+// Eight lanes share a row, so a thread looks after kRows = 64 * 8 / kProducers of them.
+inline constexpr int kLanesPerRow = 8;
+template <int kProducers>
+inline constexpr int kRowsPerThread = kKeys * kLanesPerRow / kProducers;
+template <int kRows>
+inline constexpr int kRowsAtOnce = kKeys / kRows;
 
-// Slot (page * page_size + offset) of an entry, -1 if it is unused. 2^31 slots would be 1.4 TB.
-__device__ __forceinline__ int find_slot(const SparseMlaParams& p, const RowKeys& keys, int page_shift, int32_t index) {
-  if (index < 0) return -1;
-  int page = index >> page_shift;
-  if (p.paged) {
-    if (index >= keys.kv_len || page >= p.table_width) return -1;
-    page = keys.table[page];
-    if (page < 0) return -1;
+// How the entries of a row's list turn into rows of the source: through the request's pages, or counted from `first`.
+// Pages and rows are two steps, so that the loads of pages can be on their way while keys are loaded.
+struct Lookup {
+  const int32_t* table;   // or null
+  uint32_t limit, pages;  // entries from `limit` on are unused, and negative ones; so are pages that the cache has not
+  int first, shift;
+
+  // 2^31 slots would be 1.4 TB.
+  __device__ Lookup(const SparseMlaParams& p, const RowKeys& keys, int page_shift, int per_request)
+      : table(p.paged && per_request == 0 ? keys.table : nullptr),
+        limit(static_cast<uint32_t>(min(p.num_pages << page_shift, int64_t{INT_MAX}))),
+        pages(table != nullptr ? static_cast<uint32_t>(p.num_pages) : INT_MAX),
+        first(keys.request * per_request),
+        shift(page_shift) {
+    if (p.paged)
+      limit = static_cast<uint32_t>(max(min(int64_t{keys.kv_len}, int64_t{p.table_width} << page_shift), int64_t{0}));
+    if (keys.pad) limit = 0;
   }
-  if (page >= p.num_pages) return -1;
-  return (page << page_shift) + (index & ((1 << page_shift) - 1));
-}
+  template <int kRows>
+  __device__ void find_pages(const int32_t (&entries)[kRows], int (&found)[kRows]) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) found[i] = entries[i] >> shift;
+    if (table == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) found[i] = static_cast<uint32_t>(entries[i]) < limit ? table[found[i]] : -1;
+  }
+  // -1 if an entry is unused.
+  template <int kRows>
+  __device__ void find_rows(const int32_t (&entries)[kRows], const int (&found)[kRows], int (&rows)[kRows]) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const bool used = static_cast<uint32_t>(entries[i]) < limit && static_cast<uint32_t>(found[i]) < pages;
+      rows[i] = used ? first + (found[i] << shift) + (entries[i] & ((1 << shift) - 1)) : -1;
+    }
+  }
+};
 
 // Steps up to the last entry that may be used, agreed between the producer's warps and handed to the consumers.
+template <int kProducers>
 __device__ __forceinline__ int count_steps(const SparseMlaParams& p, const RowKeys& keys, const Item& item,
                                            const Barriers& barriers) {
-  const int thread = threadIdx.x % kWarpgroup;
+  constexpr int kAtOnce = 8;
+  const int thread = threadIdx.x - kConsumers;
   int last = -1;
-  for (int i = thread; i < item.entries; i += kWarpgroup)
-    if (keys.may_use(p, keys.list[item.begin + i])) last = i;
-  last = __reduce_max_sync(~0u, last);
-  named_barrier(kProducerBarrier, kWarpgroup);  // the scratch of the item before has been read
-  if (thread % 32 == 0) set_shared(barriers.scan(thread / 32), static_cast<uint32_t>(last));
-  named_barrier(kProducerBarrier, kWarpgroup);
+  for (int start = thread; start < item.entries; start += kAtOnce * kProducers) {
+    int32_t entries[kAtOnce];
 #pragma unroll
-  for (int warp = 0; warp < kWarpgroup / 32; ++warp)
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int i = start + j * kProducers;
+      entries[j] = i < item.entries ? keys.list[item.begin + i] : -1;
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j)
+      if (keys.may_use(p, entries[j])) last = start + j * kProducers;
+  }
+  last = __reduce_max_sync(~0u, last);
+  named_barrier(kProducerBarrier, kProducers);  // the scratch of the item before has been read
+  if (thread % 32 == 0) set_shared(barriers.scan(thread / 32), static_cast<uint32_t>(last));
+  named_barrier(kProducerBarrier, kProducers);
+#pragma unroll
+  for (int warp = 0; warp < kProducers / 32; ++warp)
     last = max(last, static_cast<int>(shared_u32(barriers.scan(warp))));
   return (last + kKeys) / kKeys;
 }
 
+template <int kProducers>
 __device__ __forceinline__ void prefetch_queries(const SparseMlaParams& p, const Item& item) {
   constexpr int kLines = kQkDim * 2 / 128;
   const auto* q = static_cast<const uint16_t*>(p.q) + item.row * p.q_row_stride + item.head0 * p.q_head_stride;
-  for (int i = threadIdx.x % kWarpgroup; i < kHeads * kLines; i += kWarpgroup)
+  for (int i = threadIdx.x - kConsumers; i < kHeads * kLines; i += kProducers)
     prefetch_l2(q + i / kLines * p.q_head_stride + i % kLines * 64);
 }
 
-// 16-bit rows of the workspace, 128 bytes of a row by eight neighbouring lanes.
-struct WorkspaceSource {
-  Workspace workspace;
+// The entries of a step that this thread looks after: rows row0 + i * kRowsAtOnce of the tile.
+template <int kRows>
+struct StepEntries {
+  const RowKeys& keys;
+  const Item& item;
+  int row0;
+  int32_t entries[kRows];
 
-  __device__ bool uniform() const { return *workspace.mixed == 0; }
-
-  // Half `half` of the latent dimensions; with part 0 the factors, with part 1 the RoPE chunk.
-  template <int kPart>
-  __device__ void load(const SparseMlaParams&, int, const int (&slots)[kRowsPerThread], int half, uint32_t tile,
-                       uint32_t factors, uint32_t full) const {
-    const int row0 = threadIdx.x % kWarpgroup / kLanesPerRow, lane = threadIdx.x % kLanesPerRow;
+  __device__ void load(int step) {
 #pragma unroll
-    for (int i = 0; i < kRowsPerThread; ++i) {
-      const int row = row0 + i * kRowsAtOnce;
-      const bool used = slots[i] >= 0;
-      const int64_t slot = max(slots[i], 0);
-      const uint8_t* source = workspace.rows + slot * kWorkspaceRowBytes + lane * 16;
-      const uint32_t target = tile + swizzled(row, lane);
-#pragma unroll
-      for (int j = 0; j < kLatentChunks / 2; ++j) {
-        const int chunk = half * (kLatentChunks / 2) + j;
-        cp_async_16(target + chunk * kChunkBytes, source + chunk * 128, used);
-      }
-      if (kPart == 1) cp_async_16(target + kRopeChunk * kChunkBytes, source + kRopeChunk * 128, used);
-      else if (lane == 0) cp_async_16(factors + row * 16, workspace.factors + slot, used);
+    for (int i = 0; i < kRows; ++i) {
+      const int entry = step * kKeys + row0 + i * kRowsAtOnce<kRows>;
+      entries[i] = entry < item.entries ? keys.list[item.begin + entry] : -1;
     }
-    mbarrier_arrive_after_cp_async(full);
   }
 };
 
-__device__ __forceinline__ uint4 load_global(const uint8_t* address) {
-  uint4 x;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(address));
-  return x;
+// Waits until a part of a tile is free; `uses` holds the parity of the two tiles in a bit each.
+struct TileUse {
+  uint32_t address, factors, parity;
+  int tile;
+  Barriers barriers;
+
+  __device__ TileUse(const Barriers& b, uint32_t base, int t, uint32_t& uses)
+      : address(base + kKeyOffset + t * kTileBytes),
+        factors(base + kFactorOffset + t * kKeys * 16),
+        parity((uses >> t & 1) ^ 1),
+        tile(t),
+        barriers(b) {
+    uses ^= 1u << tile;
+  }
+  __device__ void wait(int part) const { mbarrier_wait(barriers.empty(tile, part), parity); }
+  __device__ uint32_t full(int part) const { return barriers.full(tile, part); }
+};
+
+// 16-bit rows of the workspace, 128 bytes of a row by eight neighbouring lanes.
+struct WorkspaceSource {
+  static constexpr int kProducers = kWarpgroup, kRows = kRowsPerThread<kProducers>;
+  Workspace workspace;
+
+  __device__ bool may_mix() const { return *workspace.mixed != 0; }
+
+  // Half `half` of the latent dimensions; with part 1 the RoPE chunk. `sources`: this lane's 16 bytes of the first
+  // chunk.
+  template <int kPart>
+  __device__ static void load(const int (&rows)[kRows], const uint8_t* const (&sources)[kRows], int half,
+                              uint32_t target) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < kLatentChunks / 2 + kPart; ++j) {
+        const int chunk = j < kLatentChunks / 2 ? half * (kLatentChunks / 2) + j : kRopeChunk;
+        cp_async_16(target + chunk * kChunkBytes + i * kRowsAtOnce<kRows> * 128, sources[i] + chunk * 128,
+                    rows[i] >= 0);
+      }
+    }
+  }
+
+  // Lane i of the eight that share rows looks after the factors of row i.
+  __device__ void load_factors(const int (&rows)[kRows], int row0, uint32_t target) const {
+    const int lane = threadIdx.x % kLanesPerRow;
+    int row = rows[0];
+#pragma unroll
+    for (int i = 1; i < kRows; ++i) row = lane == i ? rows[i] : row;
+    if (lane < kRows)
+      cp_async_16(target + (row0 + lane * kRowsAtOnce<kRows>)*16, workspace.factors + max(row, 0), row >= 0);
+  }
+
+  // A step into tile kTile, a constant so that most addresses are.
+  template <int kTile>
+  __device__ void fill_tile(const Lookup& lookup, StepEntries<kRows>& next, int (&rows)[kRows], int step, uint32_t base,
+                            const Barriers& barriers, uint32_t& uses) const {
+    const int lane = threadIdx.x % kLanesPerRow;
+    const uint8_t* sources[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      sources[i] = workspace.rows + max(rows[i], 0) * int64_t{kWorkspaceRowBytes} + lane * 16;
+    const TileUse use(barriers, base, kTile, uses);
+    const uint32_t target = use.address + swizzled(next.row0, lane);
+    use.wait(0);
+    load<0>(rows, sources, kTile, target);
+    load_factors(rows, next.row0, use.factors);
+    mbarrier_arrive_after_cp_async(use.full(0));
+    int pages[kRows];
+    lookup.find_pages(next.entries, pages);
+    use.wait(1);
+    load<1>(rows, sources, kTile ^ 1, target);
+    mbarrier_arrive_after_cp_async(use.full(1));
+    lookup.find_rows(next.entries, pages, rows);
+    next.load(step + 2);
+  }
+
+  __device__ void fill(const SparseMlaParams& p, int page_shift, StepEntries<kRows>& next, int steps, uint32_t base,
+                       const Barriers& barriers, uint32_t& uses) const {
+    const Lookup lookup(p, next.keys, page_shift, workspace.per_request);
+    int rows[kRows], pages[kRows];
+    lookup.find_pages(next.entries, pages);
+    lookup.find_rows(next.entries, pages, rows);
+    next.load(1);
+    for (int step = 0; step < steps; step += 2) {
+      fill_tile<0>(lookup, next, rows, step, base, barriers, uses);
+      if (step + 1 < steps) fill_tile<1>(lookup, next, rows, step + 1, base, barriers, uses);
+    }
+  }
+};
+
+// Waits until at most `groups` of this thread's last copies are on their way.
+__device__ __forceinline__ void wait_for_copies(int groups) {
+  if (groups <= 0) cp_async_wait<0>();
+  else if (groups == 1) cp_async_wait<1>();
+  else if (groups == 2) cp_async_wait<2>();
+  else cp_async_wait<3>();
 }
 
-// Records of the cache, converted on the way; eight lanes share one.
+// Records of the cache. Their bytes are copied into a free part of a tile, 16 of them to one of the two places that
+// their values will take, and converted there. A thread converts what it has copied itself, so it waits for its own
+// copies only.
 struct DirectSource {
-  __device__ bool uniform() const { return false; }
+  static constexpr int kProducers = 2 * kWarpgroup, kRows = kRowsPerThread<kProducers>;
 
-  struct Piece {
-    uint4 latent[2], scales, rope;
+  __device__ bool may_mix() const { return true; }
+
+  // The parts of an item's tiles in turn: part k % 2 of step k / 2.
+  struct Walk {
+    const SparseMlaParams& p;
+    const Barriers& barriers;
+    StepEntries<kRows>& next;  // of the step whose copies come next
+    Lookup lookup;
+    uint32_t base, uses;
+    int page_shift;
+    int pages[kRows], slots[kRows];
+    uint32_t used = 0;                         // rows of the last two steps, kRows bits a tile
+    uint32_t multipliers[2], rope_multiplier;  // of row `lane`: pairs of f16 of the two halves
+
+    __device__ static int lane() { return threadIdx.x % kLanesPerRow; }
+    __device__ uint32_t tile(int k) const { return base + kKeyOffset + (k >> 1 & 1) * kTileBytes; }
+    __device__ uint32_t factors(int k) const {
+      return base + kFactorOffset + ((k >> 1 & 1) * kKeys + next.row0 + lane() * kRowsAtOnce<kRows>)*16;
+    }
+    // Lanes 4 to 7 have the second chunk of a scale tile, other place first: eight lanes fall into eight bank groups.
+    __device__ uint32_t latent(int k) const {
+      const int half = (k >> 1 ^ k) & 1;
+      return tile(k) + (half * (kLatentChunks / 2) + lane() / 4) * kChunkBytes +
+             swizzled(next.row0, lane() % 4 * 2 + lane() / 4);
+    }
+    __device__ uint32_t rope(int k) const { return tile(k) + kRopeChunk * kChunkBytes + swizzled(next.row0, lane()); }
+
+    __device__ uint32_t empty(int k) const { return barriers.empty(k >> 1 & 1, k & 1); }
+    __device__ uint32_t parity(int k) const { return (uses >> (k >> 1 & 1) ^ k >> 2 ^ 1) & 1; }
+    __device__ bool is_free(int k) const { return __all_sync(~0u, mbarrier_test(empty(k), parity(k))) != 0; }
+
+    __device__ const uint8_t* record(int slot) const {
+      const int offset = slot & ((1 << page_shift) - 1);
+      return p.kv_cache + (slot >> page_shift) * p.page_stride + offset * static_cast<int>(kMlaRecordBytes);
+    }
+
+    __device__ void copy(int k) {
+      const int half = (k >> 1 ^ k) & 1;
+      if ((k & 1) == 0) {
+        lookup.find_rows(next.entries, pages, slots);
+        next.load((k >> 1) + 1);
+        int slot = -1;
+        uint32_t bits = 0;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          slot = lane() == i ? slots[i] : slot;
+          bits |= static_cast<uint32_t>(slots[i] >= 0) << i;
+        }
+        const int shift = (k >> 1 & 1) * kRows;
+        used = (used & ~(((1u << kRows) - 1) << shift)) | bits << shift;
+        if (lane() < kRows) cp_async_16(factors(k), record(max(slot, 0)) + kMlaScaleOffset, slot >= 0);
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const uint8_t* source = record(max(slots[i], 0)) + lane() * 16;
+        const uint32_t row = i * kRowsAtOnce<kRows> * 128;
+#pragma unroll
+        for (int t = 0; t < 2; ++t)
+          cp_async_16(latent(k) + 2 * t * kChunkBytes + row, source + half * 256 + t * 128, slots[i] >= 0);
+        if (k & 1) cp_async_16(rope(k) + row, source + kMlaRopeOffset, slots[i] >= 0);
+      }
+      cp_async_commit();
+      if (k & 1) lookup.find_pages(next.entries, pages);
+    }
+
+    // An unused row has bytes and scales of 0, so values of 0.
+    __device__ void convert_scales(int k) {
+      RecordScales scales = record_scales(lane() < kRows ? shared_f32x4(factors(k)) : make_float4(0, 0, 0, 0));
+      if (lane() < kRows) {
+        if ((used >> ((k >> 1 & 1) * kRows + lane()) & 1) == 0) scales.factors = make_float4(0, 0, 0, 0);
+        set_shared(factors(k), reinterpret_cast<const uint4&>(scales.factors));
+      }
+      multipliers[0] = __byte_perm(scales.multipliers[0], scales.multipliers[1], 0x5410);
+      multipliers[1] = __byte_perm(scales.multipliers[2], scales.multipliers[3], 0x5410);
+      rope_multiplier = scales.rope_multiplier;
+    }
+
+    __device__ void convert(int k) {
+      const bool second = lane() >= 4;
+      const int half = (k >> 1 ^ k) & 1;
+      if ((k & 1) == 0) convert_scales(k);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const uint32_t row = i * kRowsAtOnce<kRows> * 128;
+        const uint32_t pair = __shfl_sync(~0u, half ? multipliers[1] : multipliers[0], i, kLanesPerRow);
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          const uint32_t place = latent(k) + 2 * t * kChunkBytes + row;
+          const uint4 v = shared_u32x4(place);
+          const uint32_t multiplier = __byte_perm(pair, 0, t ? 0x3232 : 0x1010);
+          const uint4 low = convert_latent(make_uint2(v.x, v.y), multiplier);
+          const uint4 high = convert_latent(make_uint2(v.z, v.w), multiplier);
+          set_shared(place, second ? high : low);
+          set_shared(place ^ 16, second ? low : high);
+        }
+        if (k & 1) {
+          const uint32_t multiplier = __shfl_sync(~0u, rope_multiplier, i, kLanesPerRow);
+          set_shared(rope(k) + row, convert_rope(shared_u32x4(rope(k) + row), multiplier));
+        }
+      }
+      mbarrier_arrive(barriers.full(k >> 1 & 1, k & 1));
+    }
   };
 
-  template <int kPart>
-  __device__ static void read(const SparseMlaParams& p, int page_shift, int slot, int half, Piece& x) {
-    const int lane = threadIdx.x % kLanesPerRow;
-    const int offset = slot & ((1 << page_shift) - 1);
-    const uint8_t* record =
-        p.kv_cache + (slot >> page_shift) * p.page_stride + offset * static_cast<int>(kMlaRecordBytes);
-#pragma unroll
-    for (int t = 0; t < 2; ++t) x.latent[t] = load_global(record + half * 256 + t * 128 + lane * 16);
-    x.scales = load_global(record + kMlaScaleOffset);
-    if (kPart == 1) x.rope = load_global(record + kMlaRopeOffset + lane * 16);
-  }
-
-  template <int kPart>
-  __device__ static void write(int row, bool used, int half, const Piece& x, uint32_t tile, uint32_t factors) {
-    const int lane = threadIdx.x % kLanesPerRow;
-    const RecordScales scales = record_scales(reinterpret_cast<const float4&>(x.scales));
-    const uint4 zero = make_uint4(0, 0, 0, 0);
-#pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      const uint4& v = x.latent[t];
-      const uint32_t multiplier = half ? scales.multipliers[2 + t] : scales.multipliers[t];
-      const uint4 low = used ? convert_latent(make_uint2(v.x, v.y), multiplier) : zero;
-      const uint4 high = used ? convert_latent(make_uint2(v.z, v.w), multiplier) : zero;
-      // Lanes 4 to 7 write the second chunk, other half first: eight lanes fall into eight bank groups.
-      const int second = lane / 4, piece = lane % 4 * 2;
-      const uint32_t chunk = tile + (half * (kLatentChunks / 2) + 2 * t + second) * kChunkBytes;
-      set_shared(chunk + swizzled(row, piece + second), second ? high : low);
-      set_shared(chunk + swizzled(row, piece + 1 - second), second ? low : high);
+  __device__ void fill(const SparseMlaParams& p, int page_shift, StepEntries<kRows>& next, int steps, uint32_t base,
+                       const Barriers& barriers, uint32_t& uses) const {
+    Walk walk{p, barriers, next, Lookup(p, next.keys, page_shift, 0), base, uses, page_shift};
+    walk.lookup.find_pages(next.entries, walk.pages);
+    int copied = 0, converted = 0;
+    while (converted < 2 * steps) {
+      if (copied == converted) mbarrier_wait(walk.empty(copied), walk.parity(copied));
+      if (copied == converted || (copied < 2 * steps && walk.is_free(copied))) {
+        walk.copy(copied++);
+      } else {
+        wait_for_copies(copied - converted - 1);
+        walk.convert(converted++);
+      }
     }
-    if (kPart == 1)
-      set_shared(tile + kRopeChunk * kChunkBytes + swizzled(row, lane),
-                 used ? convert_rope(x.rope, scales.rope_multiplier) : zero);
-    else if (lane == 0) set_shared(factors + row * 16, used ? reinterpret_cast<const uint4&>(scales.factors) : zero);
-  }
-
-  template <int kPart>
-  __device__ void load(const SparseMlaParams& p, int page_shift, const int (&slots)[kRowsPerThread], int half,
-                       uint32_t tile, uint32_t factors, uint32_t full) const {
-    const int row0 = threadIdx.x % kWarpgroup / kLanesPerRow;
-#pragma unroll
-    for (int i = 0; i < kRowsPerThread; i += 2) {  // the loads of two rows are in flight at a time
-      Piece x[2] = {};
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-        if (slots[i + j] >= 0) read<kPart>(p, page_shift, slots[i + j], half, x[j]);
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-        write<kPart>(row0 + (i + j) * kRowsAtOnce, slots[i + j] >= 0, half, x[j], tile, factors);
-    }
-    mbarrier_arrive(full);
+    uses ^= (static_cast<uint32_t>(steps + 1) >> 1 & 1) | (static_cast<uint32_t>(steps) >> 1 & 1) << 1;
   }
 };
 
@@ -149,43 +333,22 @@ template <class Source>
 __device__ __forceinline__ void produce(const SparseMlaParams& p, const KeySplit& split, const Source& source,
                                         int page_shift, int64_t items, uint32_t base) {
   const Barriers barriers{base + kBarrierOffset};
-  const int thread = threadIdx.x % kWarpgroup, row0 = thread / kLanesPerRow;
+  const int thread = threadIdx.x - kConsumers;
   int count = 0;      // of items
   uint32_t uses = 0;  // of the two tiles, modulo 2 in a bit each
   for (int64_t number = blockIdx.x; number < items; number += gridDim.x, ++count) {
     const Item item = work_item(p, split, number);
     const RowKeys keys = row_keys(p, item.row);
-    int32_t entries[kRowsPerThread];
-    auto load_entries = [&](int first) {
-#pragma unroll
-      for (int i = 0; i < kRowsPerThread; ++i) {
-        const int entry = first + row0 + i * kRowsAtOnce;
-        entries[i] = entry < item.entries && !keys.pad ? keys.list[item.begin + entry] : -1;
-      }
-    };
-    load_entries(0);
-    prefetch_queries(p, item);
-    const int steps = count_steps(p, keys, item, barriers);
+    StepEntries<Source::kRows> next{keys, item, thread / kLanesPerRow, {}};
+    next.load(0);
+    prefetch_queries<Source::kProducers>(p, item);
+    const int steps = count_steps<Source::kProducers>(p, keys, item, barriers);
     if (thread == 0) {
       mbarrier_wait(barriers.item_empty(count & 1), (count >> 1 & 1) ^ 1);
       set_shared(barriers.steps(count & 1), static_cast<uint32_t>(steps));
       mbarrier_arrive(barriers.item_full(count & 1));
     }
-    for (int i = 0; i < steps; ++i) {
-      int slots[kRowsPerThread];
-#pragma unroll
-      for (int j = 0; j < kRowsPerThread; ++j) slots[j] = find_slot(p, keys, page_shift, entries[j]);
-      load_entries((i + 1) * kKeys);
-      const int tile = i & 1;
-      const uint32_t parity = (uses >> tile & 1) ^ 1;
-      uses ^= 1u << tile;
-      const uint32_t address = base + kKeyOffset + tile * kTileBytes,
-                     factors = base + kFactorOffset + tile * kKeys * 16;
-      mbarrier_wait(barriers.empty(tile, 0), parity);
-      source.template load<0>(p, page_shift, slots, tile, address, factors, barriers.full(tile, 0));
-      mbarrier_wait(barriers.empty(tile, 1), parity);
-      source.template load<1>(p, page_shift, slots, tile ^ 1, address, factors, barriers.full(tile, 1));
-    }
+    source.fill(p, page_shift, next, steps, base, barriers, uses);
   }
 }
 

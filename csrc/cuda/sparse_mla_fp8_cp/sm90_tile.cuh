@@ -14,9 +14,12 @@
 namespace sparse_cp_ops {
 namespace sm90 {
 
-// Two consumer warpgroups and a producer. 216 + 216 + 72 registers are what a Hopper SM has for three warpgroups.
-inline constexpr int kWarpgroup = 128, kConsumers = 2 * kWarpgroup, kThreads = 3 * kWarpgroup;
-inline constexpr int kConsumerRegisters = 216, kProducerRegisters = 72;
+// Two consumer warpgroups and one or two that produce. A Hopper SM has 504 registers for three warpgroups, in steps of
+// 8, and 512 for four.
+inline constexpr int kWarpgroup = 128, kConsumers = 2 * kWarpgroup;
+inline constexpr int kConsumerRegisters = 216;
+template <int kProducers>
+inline constexpr int kProducerRegisters = kProducers == kWarpgroup ? 72 : 40;
 
 inline constexpr int kHeads = 64;      // of a block: rows of the query tile
 inline constexpr int kKeys = 64;       // of a step
@@ -37,7 +40,7 @@ inline constexpr uint32_t kFactorOffset = kWeightsOffset + kChunkBytes;  // floa
 inline constexpr uint32_t kPeakOffset = kFactorOffset + 2 * kKeys * 16;  // float [64]
 inline constexpr uint32_t kScratchOffset = kPeakOffset + kHeads * 4;     // float [2][64]
 inline constexpr uint32_t kBarrierOffset = kScratchOffset + 2 * kHeads * 4;
-inline constexpr uint32_t kSharedBytes = kBarrierOffset + 144;
+inline constexpr uint32_t kSharedBytes = kBarrierOffset + 160;
 static_assert(kSharedBytes <= 227 * 1024);
 
 // A tile is filled and freed in two parts: 0, the half of the latent dimensions whose values its owner adds, and 1, the
@@ -50,15 +53,17 @@ struct Barriers {
   __device__ uint32_t item_full(int slot) const { return base + 80 + 8 * slot; }
   __device__ uint32_t item_empty(int slot) const { return base + 96 + 8 * slot; }
   __device__ uint32_t steps(int slot) const { return base + 112 + 4 * slot; }  // int: steps of an item
-  __device__ uint32_t scan(int warp) const { return base + 120 + 4 * warp; }   // int: scratch of the producer's warps
+  __device__ uint32_t scan(int warp) const { return base + 128 + 4 * warp; }   // int: scratch of the producer's warps
+  __device__ uint32_t mixed(int tile) const { return base + 120 + 4 * tile; }  // whether its step is a mixed one
 };
 enum NamedBarrier { kConsumerBarrier = 1, kProducerBarrier = 2 };
 
 // Piece `piece` (16 bytes) of row `row` in a swizzled chunk.
 __device__ __forceinline__ uint32_t swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
 
-// What the four scales of a record turn into. Values: e4m3 * multiplier (two f16) in units of 2^E. Factors: what is
-// left of a scale beside the multiplier, 2^E * m, with the exponent E; never 0, so that 0 marks an unused entry.
+// What the four scales of a record turn into. Values: e4m3 * multiplier (two f16) in units of 2^E * m, with a mantissa
+// m of each scale. Factors: m0 / m1, m1 / m2, m2 / m3, which take the sum of products over one scale tile into the unit
+// of the next, and 2^E * m3, which is never 0, so that 0 marks an unused entry.
 struct RecordScales {
   uint32_t multipliers[kLatentTiles];
   float4 factors;
@@ -76,23 +81,26 @@ __device__ __forceinline__ RecordScales record_scales(const float4& scales) {
   }
   exponent = exponent == INT_MIN ? 0 : record_exponent(exponent);
   RecordScales result;
-  float factors[kLatentTiles];
+  float mantissas[kLatentTiles];
 #pragma unroll
   for (int t = 0; t < kLatentTiles; ++t) {
     const int field = bits[t] >> 23 & 0xff;
     const bool normal = field != 0 && field != 255;  // zero and subnormal scales count as 0, NaN and inf give NaN
     result.multipliers[t] = normal ? latent_multiplier(field - 127 - exponent) : field == 0 ? 0 : 0x7e007e00u;
-    factors[t] = __uint_as_float((normal ? bits[t] & 0x007fffffu : 0) | static_cast<uint32_t>(exponent + 127) << 23);
+    mantissas[t] = __uint_as_float((normal ? bits[t] & 0x007fffffu : 0) | 0x3f800000u);
   }
-  result.factors = make_float4(factors[0], factors[1], factors[2], factors[3]);
+  result.factors =
+      make_float4(__fdividef(mantissas[0], mantissas[1]), __fdividef(mantissas[1], mantissas[2]),
+                  __fdividef(mantissas[2], mantissas[3]),
+                  __uint_as_float(__float_as_uint(mantissas[3]) + (static_cast<uint32_t>(exponent) << 23)));
   const float inverse = exponent < 127 ? power_of_two(-exponent) : 0x1p-127f;
   result.rope_multiplier = __byte_perm(__float_as_uint(inverse), 0, 0x3232);
   return result;
 }
 
-// Whether all four factors are the same power of two: the exponent E alone then says what a record's values stand for.
+// Whether the four scales are the same but for powers of two, which are in the multipliers.
 __device__ __forceinline__ bool is_uniform(const float4& f) {
-  return f.x == f.y && f.x == f.z && f.x == f.w && (__float_as_uint(f.x) & 0x007fffffu) == 0;
+  return f.w == 0.0f || (f.x == 1.0f && f.y == 1.0f && f.z == 1.0f && (__float_as_uint(f.w) & 0x007fffffu) == 0);
 }
 
 __device__ __forceinline__ uint4 convert_latent(uint2 bytes, uint32_t multiplier) {
@@ -122,11 +130,6 @@ __device__ __forceinline__ Item work_item(const SparseMlaParams& p, const KeySpl
   item.begin = item.part * static_cast<int>(split.width);
   item.entries = min(static_cast<int>(split.width), static_cast<int>(p.topk) - item.begin);
   return item;
-}
-
-// set_shared with a store of another type: what was measured is the order of instructions that ptxas chooses with it.
-__device__ __forceinline__ void store_shared(uint32_t address, float x) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }
 
 }  // namespace sm90

@@ -66,10 +66,22 @@ FewHeadsChoice choose_few_heads(const SparseMlaParams& p, const DeviceArch& arch
   return choice;
 }
 
-// Whether to turn the whole cache into 16-bit rows first. A token costs about as much as four keys of 64 heads gain.
+// Size of a workspace: what the block table can name, or the whole cache. Engines' caches hold many times more than a
+// batch sees.
+struct WorkspaceSize {
+  int64_t tokens;
+  int64_t per_request;
+};
+WorkspaceSize workspace_size(const SparseMlaParams& p) {
+  const int64_t cache = p.num_pages * p.page_size, per_request = p.table_width * p.page_size;
+  if (p.paged && p.requests * per_request < cache) return {p.requests * per_request, per_request};
+  return {cache, 0};
+}
+
+// Whether to turn keys into 16-bit rows first. A token costs about as much as four keys of 64 heads gain.
 bool workspace_pays(const SparseMlaParams& p) {
   constexpr int64_t kMaxTokens = int64_t{1} << 19;  // 0.6 GB
-  const int64_t tokens = p.num_pages * p.page_size;
+  const int64_t tokens = workspace_size(p).tokens;
   return tokens <= kMaxTokens && p.rows * p.topk * (p.heads / kSm90Heads) >= 4 * tokens;
 }
 
@@ -124,18 +136,23 @@ std::tuple<Tensor, Tensor> sparse_mla_fp8_cp(const Tensor& q, const Tensor& kv_c
   if (!hopper) {
     launch_portable(p, split, arch, device_index, stream);
   } else if (workspace_pays(p)) {
-    const int64_t tokens = p.num_pages * p.page_size;
+    const auto [tokens, per_request] = workspace_size(p);
     const Tensor rows = new_tensor(kv_cache, {tokens, kWorkspaceRowBytes});
     const Tensor factors = new_tensor(q, {tokens, 4}, ScalarType::Float);
-    const Tensor mixed = new_tensor(indices, {1});
-    const Workspace workspace{static_cast<uint8_t*>(rows.data_ptr()), static_cast<float4*>(factors.data_ptr()),
-                              static_cast<int*>(mixed.data_ptr())};
+    const Tensor numbers = new_tensor(indices, {1 + (per_request == 0 ? 0 : p.requests)});
+    auto* mixed = static_cast<int*>(numbers.data_ptr());
+    const Workspace workspace{tokens,
+                              static_cast<int>(per_request),
+                              static_cast<uint8_t*>(rows.data_ptr()),
+                              static_cast<float4*>(factors.data_ptr()),
+                              mixed,
+                              mixed + 1};
     fill_workspace(p, workspace, arch, stream);
     launch_sm90(p, split, workspace, arch, device_index, stream);
   } else {
     launch_sm90_direct(p, split, arch, device_index, stream);
   }
-  if (split.parts > 1) merge_parts(p, split, stream);
+  if (split.parts > 1) merge_parts(p, split, device_index, stream);
   return {call.out, call.lse};
 }
 
