@@ -124,6 +124,18 @@ def test_f16_mode_ranks_its_own_scores(device: str) -> None:
     assert torch.equal(topk_of(case, 128, device, 0, "f16"), sorted_reference(case, 128, device, "f16"))
 
 
+@pytest.mark.parametrize("pattern", ["equal", "two levels", "sixteen levels", "one bin", "increasing", "decreasing"])
+def test_prescribed_scores_in_f16_mode(device: str, pattern: str) -> None:
+    """Queries of a half instead of one: all products and weights are exact in half precision, scores are halved."""
+    lengths = [0, 1, 511, 512, 513, 3000]
+    scores = PATTERNS[pattern](3000)
+    case = case_with_scores(scores, 16, lengths)
+    half = torch.tensor(0.5).to(torch.float8_e4m3fn).view(torch.uint8)
+    case = replace(case, q_fp8=torch.where(case.q_fp8 != 0, half, case.q_fp8))
+    selected = topk_of(case, 512, device, 0, "f16")
+    assert torch.equal(selected, reference.select_topk(scores.expand(len(lengths), -1), lengths, 512))
+
+
 def test_hostile_rows(device: str) -> None:
     case = random_case([(0, 100), (0, 101), (1, 64), (1, 10), (0, 5), (1, 7)], page_size=16)
     case.req_ids[:] = torch.tensor([2, -7, 2**31 - 1, -(2**31), 0, 1])
