@@ -100,4 +100,10 @@ __device__ __forceinline__ float4 cluster_f32x4(uint32_t address) {
   return x;
 }
 
+__device__ __forceinline__ void set_cluster(uint32_t address, float4 x) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z),
+               "f"(x.w)
+               : "memory");
+}
+
 }  // namespace sparse_cp_ops

@@ -21,10 +21,11 @@ __device__ __forceinline__ RowKeys row_keys(const SparseMlaParams& p, int64_t ro
   RowKeys keys{p.indices + row * p.indices_stride, nullptr, 0, 0, false};
   if (p.paged) {
     const int64_t request = p.req_ids[row];
+    const int32_t kv_len = p.kv_lens[row];  // at the same time
     keys.pad = request < 0 || request >= p.requests;
     if (!keys.pad) {
       keys.table = p.block_table + request * p.table_stride;
-      keys.kv_len = p.kv_lens[row];
+      keys.kv_len = kv_len;
       keys.request = static_cast<int32_t>(request);
     }
   }

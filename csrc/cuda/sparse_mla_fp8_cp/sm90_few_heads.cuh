@@ -2,12 +2,13 @@
 //
 // Both products are swapped, scores^T = K . Q^T and out^T = V^T . weights^T, so that the heads are columns: 8, 16 or 32
 // cost what they are. K and V^T are first operands in registers, converted straight out of the raw records, which
-// producer warps bring by bulk copies. Each worker (a warpgroup) takes whole steps of 64 keys; workers, and with a
-// split list the blocks of a cluster, join their states at the end of a row. Picture: docs/kernels/sparse_mla.md.
+// producer warps bring by bulk copies. Scorers (warpgroups) take whole steps of 64 keys in turn, adders all steps, each
+// for its half of the dimensions. With a split list the blocks of a cluster join their states at the end of a row.
+// Picture: docs/kernels/sparse_mla.md.
 //
 // Numbers: e4m3 is exact in f16, so a sum over one scale tile is exact before its fp32 scale. Weights carry the scale
 // of their values, weight' = exp2(logit - peak) * scale * 2^-reference, in f16; a head has one running peak, a scale
-// tile one running reference, the exponent of the largest scale so far.
+// tile one running reference, the exponent of the largest scale so far. A step settles them before the next one does.
 #pragma once
 
 #include "../device/mma_sync.cuh"
@@ -31,49 +32,90 @@ inline constexpr uint32_t kRecord = kMlaRecordBytes;
 inline constexpr uint32_t kQuarterBytes = kQuarter * kRecord;
 inline constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-template <int kHeads_, int kWorkers_>
+template <int kHeads_, int kScorers_>
 struct Shape {
-  static constexpr int kHeads = kHeads_, kWorkers = kWorkers_;
-  static constexpr int kConsumers = kWorkers * kWarpgroup, kThreads = kConsumers + kWarpgroup;
-  // What a multiprocessor has for that many warpgroups.
-  static constexpr int kConsumerRegisters = kWorkers == 2 ? 232 : 152, kProducerRegisters = kWorkers == 2 ? 40 : 56;
-  static constexpr int kProducts = 2;  // of 16 dimensions in a group of score instructions; 4 don't fit with 32 heads
-  static constexpr int kColumns = kHeads / 4;       // heads of a thread: 8 * j + 2 * (lane % 4) + e at 2 * j + e
-  static constexpr int kAccumulators = kHeads / 2;  // of a thread in a 64 x kHeads product
+  static constexpr int kHeads = kHeads_, kScorers = kScorers_, kAdders = 2;
+  static constexpr int kScorerThreads = kScorers * kWarpgroup, kAdderThreads = kAdders * kWarpgroup;
+  static constexpr int kThreads = kScorerThreads + kAdderThreads + kWarpgroup;
+  // A block's registers are those that it was launched with; the roles divide them.
+  static constexpr int kScorerRegisters = kScorers == 2 ? 104 : 88, kAdderRegisters = kScorers == 2 ? 120 : 88;
+  static constexpr int kProducerRegisters = 32, kLaunchRegisters = kScorers == 2 ? 96 : 80;
+  static_assert(kScorers * kScorerRegisters + kAdders * kAdderRegisters + kProducerRegisters <=
+                (kScorers + kAdders + 1) * kLaunchRegisters);
+  static constexpr int kProducts = 2;                    // of 16 dimensions in a group of score instructions
+  static constexpr int kColumns = kHeads / 4;            // heads of a thread: 8 * j + 2 * (lane % 4) + e at 2 * j + e
+  static constexpr int kAccumulators = kHeads / 2;       // of a thread in a 64 x kHeads product
+  static constexpr int kTiles = kLatentTiles / kAdders;  // scale tiles of an adder
 
   // Shared memory, bytes from a base that is aligned to 1024.
   static constexpr uint32_t kChunkBytes = kHeads * 128;  // 64 dimensions of the queries, or a scale tile's weights
   static constexpr uint32_t kQueryOffset = 0;
-  static constexpr uint32_t kWeightsOffset = kQueryOffset + kChunks * kChunkBytes;           // [worker][scale tile]
-  static constexpr uint32_t kWeightsBytes = kLatentTiles * kChunkBytes;                      // of a worker
-  static constexpr uint32_t kQueryFactorOffset = kWeightsOffset + kWorkers * kWeightsBytes;  // float [heads]
-  static constexpr uint32_t kPeakOffset = kQueryFactorOffset + kHeads * 4;                   // float [worker][heads]
-  static constexpr uint32_t kScratchOffset = kPeakOffset + kWorkers * kHeads * 4;  // float [worker][warp][heads]
-  static constexpr uint32_t kReferenceOffset = kScratchOffset + kWorkers * 4 * kHeads * 4;  // int [worker][warp][tile]
-  static constexpr uint32_t kBlockOffset = kReferenceOffset + kWorkers * 4 * kLatentTiles * 4;  // State of the block
+  static constexpr uint32_t kWeightsOffset = kQueryOffset + kChunks * kChunkBytes;           // [scorer][scale tile]
+  static constexpr uint32_t kWeightsBytes = kLatentTiles * kChunkBytes;                      // of a scorer
+  static constexpr uint32_t kQueryFactorOffset = kWeightsOffset + kScorers * kWeightsBytes;  // float [heads]
+  static constexpr uint32_t kStateOffset = kQueryFactorOffset + kHeads * 4;
+  static constexpr uint32_t kStateBytes = kHeads * 4 + 32;
+  static constexpr uint32_t kFinalOffset = kStateOffset + kStateBytes;
+  static constexpr uint32_t kFinalBytes = 4 * kHeads * 4 + 48;
+  static constexpr uint32_t kMoveOffset = kFinalOffset + kFinalBytes;  // [scorer]
+  static constexpr uint32_t kMoveBytes = kHeads * 4 + 32;
+  static constexpr uint32_t kScratchOffset = kMoveOffset + kScorers * kMoveBytes;  // float [scorer][warp][heads]
+  static constexpr uint32_t kReferenceOffset = kScratchOffset + kScorers * 4 * kHeads * 4;  // int [scorer][warp][tile]
   static constexpr uint32_t kRecordsOffset =
-      kBlockOffset + (3 * kHeads + 8) * 4;  // pointers [producer warp][2][quarter]
+      kReferenceOffset + kScorers * 4 * kLatentTiles * 4;  // pointers [producer warp][2][quarter]
   static constexpr uint32_t kBarrierOffset = kRecordsOffset + 4 * 2 * kQuarter * 8;
+  static constexpr uint32_t kFewBarriers = kScorers * 3 + 2;
+  static constexpr uint32_t kSlotBarrierOffset = kBarrierOffset + kFewBarriers * 8;
   static constexpr uint32_t kLimit = 227 * 1024, kBytesASlot = kQuarterBytes + 20;  // two barriers and a mask
-  static constexpr int kSlots = (kLimit - kBarrierOffset - 16) / kBytesASlot;
-  static constexpr uint32_t kMaskOffset = kBarrierOffset + kSlots * 16;
+  static constexpr int kSlots = (kLimit - kSlotBarrierOffset - 16) / kBytesASlot;
+  static constexpr uint32_t kMaskOffset = kSlotBarrierOffset + kSlots * 16;
   static constexpr uint32_t kRingOffset = (kMaskOffset + kSlots * 4 + 15) / 16 * 16;
   static constexpr uint32_t kSharedBytes = kRingOffset + kSlots * kQuarterBytes;
-  static_assert(kSharedBytes <= kLimit && kBarrierOffset % 8 == 0 && kSlots >= kWorkers * 4);
+  static_assert(kSharedBytes <= kLimit && kBarrierOffset % 8 == 0 && kSlots <= 32 && kSlots >= (kScorers + 1) * 4 - 1);
 
-  // fp32 results of the block for the others of its cluster, in the ring: rows of 512, spread over the banks.
-  static constexpr uint32_t kStagingPitch = kLatentDim * 4 + 16;
-  static_assert(kHeads * kStagingPitch <= kSlots * kQuarterBytes);
+  // What the blocks of a cluster send each other: states in the memory of the weights, sums in that of the ring.
+  static constexpr int kMaxParts = 16;
+  static_assert(kMaxParts * (2 * kHeads + kLatentTiles) * 4 <= kScorers * kWeightsBytes);
+  static_assert((kAdders * kHeads + kMaxParts) * (kLatentDim / kAdders) * 4 <= kSlots * kQuarterBytes);
 
-  __device__ static uint32_t full(uint32_t base, int slot) { return base + kBarrierOffset + slot * 16; }
-  __device__ static uint32_t empty(uint32_t base, int slot) { return base + kBarrierOffset + slot * 16 + 8; }
-  // uint32: bits 0 to 15 the used keys of the quarter (nothing has been copied if there are none), above them the tag.
+  __device__ static uint32_t full(uint32_t base, int slot) { return base + kSlotBarrierOffset + slot * 16; }
+  __device__ static uint32_t empty(uint32_t base, int slot) { return base + kSlotBarrierOffset + slot * 16 + 8; }
+  // Of a scorer's weights: written, read; and whether the references of its step are settled.
+  __device__ static uint32_t weights_full(uint32_t base, int w) { return base + kBarrierOffset + w * 24; }
+  __device__ static uint32_t weights_empty(uint32_t base, int w) { return base + kBarrierOffset + w * 24 + 8; }
+  __device__ static uint32_t settled(uint32_t base, int w) { return base + kBarrierOffset + w * 24 + 16; }
+  // Of the final state of an item.
+  __device__ static uint32_t final_full(uint32_t base) { return base + kBarrierOffset + kScorers * 24; }
+  __device__ static uint32_t final_empty(uint32_t base) { return base + kBarrierOffset + kScorers * 24 + 8; }
+  // uint32: the used keys of the quarter (nothing has been copied if there are none).
   __device__ static uint32_t mask(uint32_t base, int slot) { return base + kMaskOffset + slot * 4; }
   __device__ static uint32_t quarter(uint32_t base, int slot) { return base + kRingOffset + slot * kQuarterBytes; }
+  __device__ static uint32_t weights(uint32_t base, int w, int tile) {
+    return base + kWeightsOffset + w * kWeightsBytes + tile * kChunkBytes;
+  }
+
+  // State of the item, as the last settled step has left it: peaks, references (biased exponents), how often it moved.
+  __device__ static uint32_t peak(uint32_t base, int head) { return base + kStateOffset + head * 4; }
+  __device__ static uint32_t reference(uint32_t base) { return base + kStateOffset + kHeads * 4; }
+  __device__ static uint32_t version(uint32_t base) { return base + kStateOffset + kHeads * 4 + 16; }
+  // Final state of the block: peaks, totals, references; then, of its cluster, factors of heads and ratios of tiles
+  // that lead to the joint state, the inverse totals, and the powers behind the references.
+  __device__ static uint32_t final_peak(uint32_t base, int head) { return base + kFinalOffset + head * 4; }
+  __device__ static uint32_t final_total(uint32_t base, int head) { return final_peak(base, kHeads + head); }
+  __device__ static uint32_t joint_factor(uint32_t base, int head) { return final_peak(base, 2 * kHeads + head); }
+  __device__ static uint32_t joint_inverse(uint32_t base, int head) { return final_peak(base, 3 * kHeads + head); }
+  __device__ static uint32_t final_reference(uint32_t base, int tile) { return final_peak(base, 4 * kHeads + tile); }
+  __device__ static uint32_t joint_ratio(uint32_t base, int tile) { return final_peak(base, 4 * kHeads + 4 + tile); }
+  __device__ static uint32_t joint_power(uint32_t base, int tile) { return final_peak(base, 4 * kHeads + 8 + tile); }
+  // What a scorer tells the adders with the weights of a step: factors of heads, ratios of tiles, an Event.
+  __device__ static uint32_t move_factor(uint32_t base, int w, int head) {
+    return base + kMoveOffset + w * kMoveBytes + head * 4;
+  }
+  __device__ static uint32_t move_ratio(uint32_t base, int w) { return move_factor(base, w, kHeads); }
+  __device__ static uint32_t event(uint32_t base, int w) { return move_factor(base, w, kHeads + 4); }
 };
 
-inline constexpr int kTagShift = 16;
-inline constexpr uint32_t kNoTag = ~0u >> kTagShift;  // of a slot that has not been used
+enum Event : uint32_t { kAdd, kMoveAndAdd, kSkip };
 
 // A place in the sequence of quarters that go through the ring.
 template <class S>
@@ -82,12 +124,18 @@ struct RingPosition {
 
   __device__ int slot() const { return count % S::kSlots; }
   __device__ uint32_t parity() const { return count / S::kSlots & 1; }
-  // Tells the step from those that used its slots before.
-  __device__ uint32_t tag() const { return count / 4 & kNoTag >> 1; }
   __device__ RingPosition operator+(int quarters) const { return {count + quarters}; }
 };
 
-enum NamedBarrier { kConsumerBarrier = 1, kWorkerBarrier = 2 };  // workers count on from the second
+// Step `number` of a block, over all its items, is that of scorer number % kScorers.
+template <class S>
+struct StepNumber {
+  uint32_t number;
+  __device__ int scorer() const { return number % S::kScorers; }
+  __device__ uint32_t parity() const { return number / S::kScorers & 1; }
+};
+
+enum NamedBarrier { kScorersBarrier = 1, kAddersBarrier = 2, kScorerBarrier = 3 };  // scorers count on from the last
 
 // One row's share of a block: kHeads heads over one part of the row's list.
 struct Item {

@@ -4,11 +4,19 @@
 
 #include <algorithm>
 
+#include "../device/chained_launch.cuh"
 #include "sm90_few_heads_join.cuh"
 #include "sm90_few_heads_producer.cuh"
 
 namespace sparse_cp_ops {
 namespace few_heads {
+
+// Registers of a thread, from those that it was launched with.
+template <int kRegisters, int kBefore>
+__device__ __forceinline__ void set_registers() {
+  if constexpr (kRegisters > kBefore) raise_registers<kRegisters>();
+  else if constexpr (kRegisters < kBefore) lower_registers<kRegisters>();
+}
 
 template <class S>
 __global__ __launch_bounds__(S::kThreads, 1) void attend(SparseMlaParams p, KeySplit split, int page_shift,
@@ -16,18 +24,27 @@ __global__ __launch_bounds__(S::kThreads, 1) void attend(SparseMlaParams p, KeyS
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t memory[];
   const uint32_t base = shared_address(memory);
-  if (threadIdx.x == 0) {
-    for (int slot = 0; slot < S::kSlots; ++slot) {
-      mbarrier_init(S::full(base, slot), 1);
-      mbarrier_init(S::empty(base, slot), kWarpgroup / 32);
-      set_shared(S::mask(base, slot), kNoTag << kTagShift);
-    }
-    fence_mbarrier_init();
+  const int thread = threadIdx.x;
+  if (thread < S::kSlots) {
+    mbarrier_init(S::full(base, thread), 1);
+    mbarrier_init(S::empty(base, thread), S::kAdderThreads / 32);
+  } else if (thread >= 32 && thread < 32 + S::kScorers) {
+    mbarrier_init(S::weights_full(base, thread - 32), kWarpgroup / 32);
+    mbarrier_init(S::weights_empty(base, thread - 32), S::kAdderThreads / 32);
+    mbarrier_init(S::settled(base, thread - 32), 1);
+  } else if (thread == 64) {
+    mbarrier_init(S::final_full(base), 1);
+    mbarrier_init(S::final_empty(base), S::kAdderThreads / 32);
   }
+  if (thread < 96) fence_mbarrier_init();
   __syncthreads();
-  if (threadIdx.x < S::kConsumers) {
-    raise_registers<S::kConsumerRegisters>();
-    consume<S>(p, split, items, base);
+  wait_for_earlier_kernels();
+  if (threadIdx.x < S::kScorerThreads) {
+    set_registers<S::kScorerRegisters, S::kLaunchRegisters>();
+    score<S>(p, split, items, base);
+  } else if (threadIdx.x < S::kScorerThreads + S::kAdderThreads) {
+    set_registers<S::kAdderRegisters, S::kLaunchRegisters>();
+    add<S>(p, split, items, base);
   } else {
     lower_registers<S::kProducerRegisters>();
     produce<S>(p, split, page_shift, items, base);
@@ -40,18 +57,10 @@ void launch(const SparseMlaParams& p, const KeySplit& split, const DeviceArch& a
             cudaStream_t stream) {
   allow_shared_bytes<attend<S>>(device_index, S::kSharedBytes);
   const int64_t items = p.rows * split.parts * (p.heads / S::kHeads);
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(split.parts), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>(split.parts == 1 ? std::min<int64_t>(items, arch.multiprocessors) : items);
-  config.blockDim = S::kThreads;
-  config.dynamicSmemBytes = S::kSharedBytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = split.parts == 1 ? 0 : 1;
-  check_cuda(cudaLaunchKernelEx(&config, attend<S>, p, split, page_shift_of(p.page_size), items),
-             "sparse_mla_fp8_cp: Hopper kernel for few heads");
+  const LaunchShape shape{split.parts == 1 ? std::min<int64_t>(items, arch.multiprocessors) : items, S::kThreads,
+                          S::kSharedBytes, static_cast<int>(split.parts)};
+  launch_chained("sparse_mla_fp8_cp: Hopper kernel for few heads", attend<S>, shape, device_index, stream, p, split,
+                 page_shift_of(p.page_size), items);
 }
 
 }  // namespace few_heads

@@ -1,4 +1,4 @@
-// Few heads, a worker: queries to shared memory, then step by step scores, weights, and weights times values.
+// Few heads, a scorer: queries to shared memory, then step by step scores and weights.
 #pragma once
 
 #include "sm90_few_heads.cuh"
@@ -13,27 +13,21 @@ inline constexpr int kReferenceSlack = 4;
 inline constexpr int kLargestReference = 253;  // biased exponent; 2^(127 - it) must not become 0
 inline constexpr float kNoPeak = -3.0e38f;     // before the first logit: finite, so that differences are no NaN
 
+// Peaks of a thread's columns when it last looked. Read and written only where they move, so they stay in local memory.
 template <class S>
-struct Worker {
-  // out^T: [scale tile][even or odd pair of dimensions]; in an accumulator 4 * j + 2 * half + e, head 8 * j + 2 * (lane
-  // % 4) + e, dimension 128 * tile + dims() + 2 * pair + half.
-  float o[kLatentTiles][2][S::kAccumulators];
-  float total[S::kColumns];     // sums of exp2(logit - peak) over this thread's keys
-  int reference[kLatentTiles];  // biased exponents
+using KnownPeaks = volatile float[S::kColumns];
+
+template <class S>
+struct Scorer {
+  float total[S::kColumns];  // sums of exp2(logit - peak) over this thread's keys; head column(j) + e at 2 * j + e
+  uint32_t version;
   uint32_t base;
   int w, warp, lane;
 
   __device__ int thread() const { return threadIdx.x % kWarpgroup; }
-  // First of the four neighbouring dimensions of a scale tile that this thread holds: words 0-3 of a warp and 16
-  // further.
-  __device__ int dims() const { return 4 * (lane / 4 % 4 + lane / 16 * 16 + warp * 4); }
   // Row lane / 4 of the warp's scores is this key of its quarter, row lane / 4 + 8 the key 8 further: with this order
   // the loads of K and those of V touch every bank once.
   __device__ int key() const { return lane / 8 | (lane / 4 & 1) << 2; }
-  __device__ uint32_t weights(int tile) const {
-    return base + S::kWeightsOffset + w * S::kWeightsBytes + tile * S::kChunkBytes;
-  }
-  __device__ uint32_t peak(int head) const { return base + S::kPeakOffset + (w * S::kHeads + head) * 4; }
   __device__ uint32_t scratch(int of_warp, int head) const {
     return base + S::kScratchOffset + ((w * 4 + of_warp) * S::kHeads + head) * 4;
   }
@@ -85,7 +79,7 @@ __device__ __forceinline__ void load_queries(const SparseMlaParams& p, const Ite
       set_shared(base + S::kQueryFactorOffset + head * 4, power_of_two(exponent) * (p.softmax_scale * kLog2e));
   }
   fence_async_proxy();
-  named_barrier(kConsumerBarrier, S::kConsumers);
+  named_barrier(kScorersBarrier, S::kScorerThreads);
 }
 
 // The lower or upper two e4m3 of a word as f16, exactly.
@@ -108,7 +102,7 @@ __device__ __forceinline__ uint32_t word(const uint4& x, int i) {
 // s = K . q^T of the step; `record`: this thread's first key. A scale tile has a sum of its own, which joins s in fp32
 // one tile later, when it is certainly finished.
 template <class S>
-__device__ __forceinline__ void find_scores(const Worker<S>& c, uint32_t record, float (&s)[S::kAccumulators]) {
+__device__ __forceinline__ void find_scores(const Scorer<S>& c, uint32_t record, float (&s)[S::kAccumulators]) {
   constexpr uint32_t kSecond = 8 * kRecord;
   const uint32_t piece = record + c.lane % 4 * 16, query = c.base + S::kQueryOffset;
   float sums[2][S::kAccumulators];
@@ -176,28 +170,32 @@ __device__ __forceinline__ float power_ratio(int a, int b) {
   return __uint_as_float(static_cast<uint32_t>(max(a - b + 127, 0)) << 23);
 }
 
-// Moves the reference of scale tile t, and its sums with it, which also get the factors of their heads.
+// Peaks as they are now; the thread's totals follow them.
 template <class S>
-__device__ __forceinline__ void move_reference(Worker<S>& c, int t, int reference,
-                                               const float (&factors)[S::kColumns]) {
-  const float ratio = power_ratio(c.reference[t], reference);
-  c.reference[t] = reference;
+__device__ __forceinline__ void follow_peaks(Scorer<S>& c, KnownPeaks<S>& known, float (&peaks)[S::kColumns]) {
 #pragma unroll
-  for (int i = 0; i < 2 * S::kAccumulators; ++i) {
-    const int k = i % S::kAccumulators;
-    c.o[t][i / S::kAccumulators][k] *= factors[k / 4 * 2 + k % 2] * ratio;
+  for (int j = 0; j < S::kHeads / 8; ++j) {
+    const float2 peak = shared_f32x2(S::peak(c.base, c.column(j)));
+    peaks[2 * j] = peak.x, peaks[2 * j + 1] = peak.y;
+  }
+  const uint32_t version = shared_u32(S::version(c.base));
+  if (version == c.version) return;
+  c.version = version;
+#pragma unroll
+  for (int i = 0; i < S::kColumns; ++i) {
+    c.total[i] *= fast_exp2(known[i] - peaks[i]);
+    known[i] = peaks[i];
   }
 }
 
-// Moves peaks and references to the largest so far, and what has been added with them.
+// Moves peaks and references to the largest so far.
 template <class S>
-__device__ __forceinline__ void move_references(Worker<S>& c, const float (&logits)[S::kAccumulators],
-                                                const float4 (&scales)[2]) {
-  float peaks[S::kColumns];
+__device__ __forceinline__ void move_state(Scorer<S>& c, const float (&logits)[S::kAccumulators],
+                                           const float4 (&scales)[2], KnownPeaks<S>& known, float (&peaks)[S::kColumns],
+                                           int (&references)[kLatentTiles]) {
 #pragma unroll
   for (int i = 0; i < S::kColumns; ++i) {
     const int k = i / 2 * 4 + i % 2, head = c.column(i / 2) + i % 2;
-    peaks[i] = shared_f32(c.peak(head));
     float x = fmaxf(logits[k], logits[k + 2]);
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
@@ -208,33 +206,50 @@ __device__ __forceinline__ void move_references(Worker<S>& c, const float (&logi
     const int x = __reduce_max_sync(~0u, largest_exponent(element(scales[0], t), element(scales[1], t)));
     if (c.lane == 0) set_shared(c.warp_reference(c.warp) + t * 4, static_cast<uint32_t>(x));
   }
-  named_barrier(kWorkerBarrier + c.w, kWarpgroup);
-  float factors[S::kColumns];
+  named_barrier(kScorerBarrier + c.w, kWarpgroup);
+  const bool writes = c.warp == 0 && c.lane < 4;
 #pragma unroll
   for (int i = 0; i < S::kColumns; ++i) {
     const int head = c.column(i / 2) + i % 2;
     float peak = peaks[i];
 #pragma unroll
     for (int warp = 0; warp < 4; ++warp) peak = fmaxf(peak, shared_f32(c.scratch(warp, head)));
-    factors[i] = fast_exp2(peaks[i] - peak);
-    c.total[i] *= factors[i];
-    if (c.warp == 0 && c.lane < 4) set_shared(c.peak(head), peak);
+    const float factor = fast_exp2(peaks[i] - peak);
+    c.total[i] *= factor;
+    peaks[i] = known[i] = peak;
+    if (writes) {
+      set_shared(S::peak(c.base, head), peak);
+      set_shared(S::move_factor(c.base, c.w, head), factor);
+    }
   }
 #pragma unroll
   for (int t = 0; t < kLatentTiles; ++t) {
-    int reference = c.reference[t];
+    int reference = references[t];
 #pragma unroll
     for (int warp = 0; warp < 4; ++warp)
       reference = max(reference, static_cast<int>(shared_u32(c.warp_reference(warp) + t * 4)));
-    move_reference(c, t, reference, factors);
+    if (c.thread() == 0) {
+      set_shared(S::reference(c.base) + t * 4, static_cast<uint32_t>(reference));
+      set_shared(S::move_ratio(c.base, c.w) + t * 4, power_ratio(references[t], reference));
+    }
+    references[t] = reference;
   }
-  named_barrier(kWorkerBarrier + c.w, kWarpgroup);  // the new peaks can be read
+  ++c.version;
+  if (c.thread() == 0) set_shared(S::version(c.base), c.version);
+  named_barrier(kScorerBarrier + c.w, kWarpgroup);
 }
 
-// Scores -> weights in shared memory, for each scale tile with its scales. `used`: bits of this thread's two keys.
+// The steps before this one have settled their references.
 template <class S>
-__device__ __forceinline__ void find_weights(Worker<S>& c, uint32_t record, uint32_t used,
-                                             float (&s)[S::kAccumulators]) {
+__device__ __forceinline__ void wait_for_state(const Scorer<S>& c, uint32_t number) {
+  const StepNumber<S> before{number - 1};
+  if (number > 0) mbarrier_wait(S::settled(c.base, before.scorer()), before.parity());
+}
+
+// Weights of the step into the scorer's buffer. `used`: bits of the thread's two keys.
+template <class S>
+__device__ __forceinline__ void find_weights(Scorer<S>& c, uint32_t record, uint32_t used, uint32_t number,
+                                             KnownPeaks<S>& known, float (&s)[S::kAccumulators]) {
   float4 scales[2] = {shared_f32x4(record + kMlaScaleOffset), shared_f32x4(record + 8 * kRecord + kMlaScaleOffset)};
 #pragma unroll
   for (int j = 0; j < S::kHeads / 8; ++j) {
@@ -251,22 +266,25 @@ __device__ __forceinline__ void find_weights(Worker<S>& c, uint32_t record, uint
       for (int j = 0; j < S::kHeads / 8; ++j) s[4 * j + 2 * half] = s[4 * j + 2 * half + 1] = -INFINITY;
     }
   }
-  float peaks[S::kColumns], units[2][kLatentTiles];
-  bool exceeds = false;
-  auto apply_references = [&] {
+  wait_for_state(c, number);
+  __syncwarp();
+  float peaks[S::kColumns];
+  follow_peaks(c, known, peaks);
+  int references[kLatentTiles];
+  const uint4 four = shared_u32x4(S::reference(c.base));
 #pragma unroll
-    for (int j = 0; j < S::kHeads / 8; ++j) {
-      const float2 peak = shared_f32x2(c.peak(c.column(j)));
-      peaks[2 * j] = peak.x, peaks[2 * j + 1] = peak.y;
-    }
+  for (int t = 0; t < kLatentTiles; ++t) references[t] = static_cast<int>(word(four, t));
+  float units[2][kLatentTiles];
+  bool exceeds = false;
+  auto find_units = [&] {
 #pragma unroll
     for (int t = 0; t < kLatentTiles; ++t) {
-      const float unit = __uint_as_float(static_cast<uint32_t>(254 - c.reference[t]) << 23);
+      const float unit = __uint_as_float(static_cast<uint32_t>(254 - references[t]) << 23);
 #pragma unroll
       for (int half = 0; half < 2; ++half) units[half][t] = element(scales[half], t) * unit;
     }
   };
-  apply_references();
+  find_units();
 #pragma unroll
   for (int i = 0; i < S::kColumns; ++i) {
     const int k = i / 2 * 4 + i % 2;
@@ -274,9 +292,17 @@ __device__ __forceinline__ void find_weights(Worker<S>& c, uint32_t record, uint
   }
 #pragma unroll
   for (int t = 0; t < kLatentTiles; ++t) exceeds |= fmaxf(units[0][t], units[1][t]) >= 2 << kReferenceSlack;
-  if (named_barrier_or(kWorkerBarrier + c.w, kWarpgroup, exceeds)) {
-    move_references(c, s, scales);
-    apply_references();
+  // The buffer is free: the adders are through with this scorer's last step.
+  const StepNumber<S> step{number};
+  mbarrier_wait(S::weights_empty(c.base, c.w), step.parity() ^ 1);
+  const bool moves = named_barrier_or(kScorerBarrier + c.w, kWarpgroup, exceeds);
+  if (moves) {
+    move_state(c, s, scales, known, peaks, references);
+    find_units();
+  }
+  if (c.thread() == 0) {
+    mbarrier_arrive(S::settled(c.base, c.w));
+    set_shared(S::event(c.base, c.w), static_cast<uint32_t>(moves ? kMoveAndAdd : kAdd));
   }
 #pragma unroll
   for (int i = 0; i < S::kColumns; ++i) {
@@ -298,7 +324,8 @@ __device__ __forceinline__ void find_weights(Worker<S>& c, uint32_t record, uint
   }
   // Row r of an 8x8 matrix of 8 heads x 8 keys: a head, 16 bytes of keys.
   const int half = c.lane / 8 % 2, row = c.lane % 8;
-  const uint32_t target = c.weights(0) + row * 128 + ((2 * c.warp + half) ^ row) * 16 + c.lane / 16 * 1024;
+  const uint32_t target =
+      S::weights(c.base, c.w, 0) + row * 128 + ((2 * c.warp + half) ^ row) * 16 + c.lane / 16 * 1024;
 #pragma unroll
   for (int t = 0; t < kLatentTiles; ++t) {
     uint32_t scaled[S::kAccumulators / 2];
@@ -321,56 +348,8 @@ __device__ __forceinline__ void find_weights(Worker<S>& c, uint32_t record, uint
     }
   }
   fence_async_proxy();
-  named_barrier(kWorkerBarrier + c.w, kWarpgroup);
-}
-
-// out^T += V^T . weights^T. Frees the quarters one after the other.
-template <class S>
-__device__ __forceinline__ void add_values(Worker<S>& c, const RingPosition<S>& position) {
-  constexpr int kGroups = 4 * kLatentTiles;
-  const uint32_t place = c.lane % 4 * kRecord + c.dims();
-  uint32_t words[2][4];
-  int slot = position.slot();
-  uint32_t address = S::quarter(c.base, slot) + place;
-  auto load = [&](int group) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      words[group & 1][i] = shared_u32(address + group % kLatentTiles * kScaleTile + i * 4 * kRecord);
-  };
-  load(0);
-#pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
-    const int product = group / kLatentTiles, tile = group % kLatentTiles;
-    const uint32_t empty = S::empty(c.base, slot);
-    if (tile == kLatentTiles - 1 && product < 3) {
-      slot = (position + (product + 1)).slot();
-      address = S::quarter(c.base, slot) + place;
-    }
-    if (group + 1 < kGroups) load(group + 1);
-    const uint32_t (&x)[4] = words[group & 1];
-    wgmma_wait<1>();
-    uint32_t a[2][4];
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint32_t keys = __byte_perm(x[2 * i], x[2 * i + 1], pair ? 0x7362 : 0x5140);
-        a[pair][2 * i] = latent_pair(keys, false);
-        a[pair][2 * i + 1] = latent_pair(keys, true);
-      }
-    wgmma_fence();
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair)
-      wgmma_registers_f16(c.o[tile][pair], a[pair], advance(swizzled_tile(c.weights(tile)), product * 32), true);
-    wgmma_commit();
-    if (tile == kLatentTiles - 1) {
-      __syncwarp();
-      if (c.lane == 0) mbarrier_arrive(empty);
-    }
-  }
-  wgmma_wait<0>();
-#pragma unroll
-  for (int i = 0; i < 2 * kLatentTiles; ++i) pin(c.o[i / 2][i % 2]);
+  __syncwarp();
+  if (c.lane == 0) mbarrier_arrive(S::weights_full(c.base, c.w));
 }
 
 // Values of an empty quarter: weights of 0 don't cover NaN that other rows left there.
@@ -380,21 +359,23 @@ __device__ __forceinline__ void clear_values(uint32_t quarter, int lane) {
 }
 
 template <class S>
-__device__ __forceinline__ void take_step(Worker<S>& c, const RingPosition<S>& position) {
+__device__ __forceinline__ void take_step(Scorer<S>& c, uint32_t number, KnownPeaks<S>& known) {
+  const RingPosition<S> position{number * 4};
   // Lane i % 4 looks after quarter i.
   const RingPosition<S> mine = position + c.lane % 4;
-  // A worker that met steps without keys can be here while a slot still fills for another worker's step, a round of
-  // the ring ago; the barrier's parity alone would take that round for this one. The producer writes the tag when the
-  // last round is over.
-  uint32_t masks;
-  do masks = polled_u32(S::mask(c.base, mine.slot()));
-  while (masks >> kTagShift != mine.tag());
-  __syncwarp();
   mbarrier_wait(S::full(c.base, mine.slot()), mine.parity());
   __syncwarp();
-  masks &= 0xffff;
+  const uint32_t masks = polled_u32(S::mask(c.base, mine.slot()));
   if (__all_sync(~0u, masks == 0)) {
-    if (c.lane < 4) mbarrier_arrive(S::empty(c.base, mine.slot()));
+    wait_for_state(c, number);
+    mbarrier_wait(S::weights_empty(c.base, c.w), StepNumber<S>{number}.parity() ^ 1);
+    named_barrier(kScorerBarrier + c.w, kWarpgroup);
+    if (c.thread() == 0) {
+      mbarrier_arrive(S::settled(c.base, c.w));
+      set_shared(S::event(c.base, c.w), static_cast<uint32_t>(kSkip));
+    }
+    __syncwarp();
+    if (c.lane == 0) mbarrier_arrive(S::weights_full(c.base, c.w));
     return;
   }
   const uint32_t mask = __shfl_sync(~0u, masks, c.warp);
@@ -404,8 +385,68 @@ __device__ __forceinline__ void take_step(Worker<S>& c, const RingPosition<S>& p
   const uint32_t used = (mask >> c.key() & 1) | (mask >> (c.key() + 8) & 1) << 1;
   float s[S::kAccumulators];
   find_scores(c, record, s);
-  find_weights(c, record, used, s);
-  add_values(c, position);
+  find_weights(c, record, used, number, known, s);
+}
+
+// Brings the totals of all scorers together: peaks, totals and references of the item, for the adders.
+template <class S>
+__device__ __forceinline__ void finish_item(Scorer<S>& c, uint32_t first_step, uint32_t item_count,
+                                            KnownPeaks<S>& known) {
+  named_barrier(kScorersBarrier, S::kScorerThreads);  // all steps are settled
+  float peaks[S::kColumns];
+  follow_peaks(c, known, peaks);
+#pragma unroll
+  for (int i = 0; i < S::kColumns; ++i) {
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2) c.total[i] += __shfl_xor_sync(~0u, c.total[i], lanes);
+    if (c.lane < 4) set_shared(c.scratch(c.warp, c.column(i / 2) + i % 2), c.total[i]);
+  }
+  named_barrier(kScorersBarrier, S::kScorerThreads);
+  if (threadIdx.x >= 32) return;
+  mbarrier_wait(S::final_empty(c.base), item_count & 1 ^ 1);
+  if (c.lane < S::kHeads) {
+    // From the scorer of the item's first step on, so that the order is the item's, not the block's.
+    float total = 0.0f;
+    for (int i = 0; i < S::kScorers; ++i) {
+      const int w = (first_step + i) % S::kScorers;
+      float sum = 0.0f;
+#pragma unroll
+      for (int warp = 0; warp < 4; ++warp) sum += shared_f32(c.scratch((w - c.w) * 4 + warp, c.lane));
+      total += sum;
+    }
+    set_shared(S::final_peak(c.base, c.lane), shared_f32(S::peak(c.base, c.lane)));
+    set_shared(S::final_total(c.base, c.lane), total);
+  }
+  if (c.lane < kLatentTiles)
+    set_shared(S::final_reference(c.base, c.lane), shared_u32(S::reference(c.base) + c.lane * 4));
+  __syncwarp();
+  if (c.lane == 0) mbarrier_arrive(S::final_full(c.base));
+}
+
+template <class S>
+__device__ __forceinline__ void score(const SparseMlaParams& p, const KeySplit& split, int64_t items, uint32_t base) {
+  Scorer<S> c;
+  c.base = base;
+  c.w = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
+  c.warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+  c.lane = threadIdx.x % 32;
+  KnownPeaks<S> known;
+  uint32_t first_step = 0, item_count = 0;
+  for (int64_t number = blockIdx.x; number < items; number += gridDim.x, ++item_count) {
+    const Item item = work_item<S>(p, split, number);
+    // The first warp has read the last item's state.
+    if (threadIdx.x < S::kHeads) set_shared(S::peak(base, threadIdx.x), kNoPeak);
+    if (threadIdx.x < kLatentTiles) set_shared(S::reference(base) + threadIdx.x * 4, 0u);
+    if (threadIdx.x == 0) set_shared(S::version(base), 0u);
+    c.version = 0;
+#pragma unroll
+    for (int i = 0; i < S::kColumns; ++i) known[i] = kNoPeak, c.total[i] = 0.0f;
+    load_queries<S>(p, item, base);
+    const int skipped = (c.w + S::kScorers - first_step % S::kScorers) % S::kScorers;
+    for (int step = skipped; step < item.steps; step += S::kScorers) take_step(c, first_step + step, known);
+    finish_item(c, first_step, item_count, known);
+    first_step += item.steps;
+  }
 }
 
 }  // namespace few_heads
