@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "../device/cluster.cuh"
-#include "block_scan.cuh"
+#include "lane_scan.cuh"
 #include "ranks.cuh"
 
 namespace sparse_cp_ops {

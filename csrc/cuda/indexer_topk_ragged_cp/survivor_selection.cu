@@ -4,7 +4,7 @@
 // brings the chosen into position order.
 #include "../device/chained_launch.cuh"
 #include "../indexer_scores_ragged_cp/pieces.cuh"
-#include "block_scan.cuh"
+#include "lane_scan.cuh"
 #include "register_search.cuh"
 #include "survivors.h"
 
@@ -136,28 +136,42 @@ __global__ __launch_bounds__(kThreads, 5) void survivor_kernel(const __grid_cons
   const uint32_t from = found.from + (ties ? 1 : 0);
   mark([&](uint32_t rank) { return rank >= from; }, 0);
 
-  // Every thread has a run of words.
-  const int run = ceil_div(words, kThreads), first = min(static_cast<int>(threadIdx.x) * run, words);
-  const int last = min(first + run, words);
+  // Every warp has a run of words, and every lane one of 32 that follow each other.
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, run = ceil_div(words, kThreads) * 32;
+  const int first = min(warp * run, words), last = min(first + run, words);
+  const auto bits_before = [&](const uint32_t* map, int (&sums)[kWarps]) {  // in the runs of the warps before
+    int mine = 0;
+    for (int w = first + lane; w < last; w += 32) mine += __popc(map[w]);
+    mine = __reduce_add_sync(~0u, mine);
+    if (lane == 0) sums[warp] = mine;
+    __syncthreads();
+    return __reduce_add_sync(~0u, lane < warp ? sums[lane] : 0);
+  };
+  const auto for_each_word = [&](const uint32_t* map, int before, const auto& body) {  // body(word, bits, bits before)
+    for (int start = first; start < last; start += 32) {
+      const int w = start + lane;
+      const uint32_t bits = w < last ? map[w] : 0;
+      int total;
+      const int in_lanes = lanes_before(__popc(bits), total);
+      body(w, bits, before + in_lanes);
+      before += total;
+    }
+  };
   if (ties) {  // of the positions on the cut, the smallest
-    for (int w = threadIdx.x; w < words; w += kThreads) scratch.bitmap[words + w] = 0;
+    uint32_t* on_cut = scratch.bitmap + words;
+    for (int w = threadIdx.x; w < words; w += kThreads) on_cut[w] = 0;
     __syncthreads();
     mark([&](uint32_t rank) { return rank == found.from; }, words);
     __syncthreads();
-    int mine = 0;
-    for (int w = first; w < last; ++w) mine += __popc(scratch.bitmap[words + w]);
-    int places = topk - found.above - threads_before(mine, scratch.warp_sums[0]);
-    for (int w = first; w < last; ++w) {
-      uint32_t bits = scratch.bitmap[words + w];
-      for (; bits != 0 && places > 0; bits &= bits - 1, --places) scratch.bitmap[w] |= bits & -bits;
-    }
+    for_each_word(on_cut, bits_before(on_cut, scratch.warp_sums[0]), [&](int w, uint32_t bits, int before) {
+      for (int places = topk - found.above - before; bits != 0 && places > 0; bits &= bits - 1, --places)
+        scratch.bitmap[w] |= bits & -bits;
+    });
   }
   __syncthreads();
-  int mine = 0;
-  for (int w = first; w < last; ++w) mine += __popc(scratch.bitmap[w]);
-  int at = threads_before(mine, scratch.warp_sums[1]);
-  for (int w = first; w < last; ++w)
-    for (uint32_t bits = scratch.bitmap[w]; bits != 0; bits &= bits - 1) scratch.ranks[at++] = w * 32 + __ffs(bits) - 1;
+  for_each_word(scratch.bitmap, bits_before(scratch.bitmap, scratch.warp_sums[1]), [&](int w, uint32_t bits, int at) {
+    for (; bits != 0; bits &= bits - 1) scratch.ranks[at++] = w * 32 + __ffs(bits) - 1;
+  });
   __syncthreads();
   for (int i = threadIdx.x * 4; i < topk; i += kThreads * 4)
     *reinterpret_cast<uint4*>(indices + i) = *reinterpret_cast<const uint4*>(scratch.ranks + i);

@@ -1,7 +1,7 @@
 // A threshold a row, from the scores of a sample of its keys.
 #include "../device/chained_launch.cuh"
 #include "../indexer_scores_ragged_cp/pieces.cuh"
-#include "block_scan.cuh"
+#include "lane_scan.cuh"
 #include "register_search.cuh"
 #include "survivors.h"
 
