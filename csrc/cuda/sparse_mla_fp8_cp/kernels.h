@@ -51,8 +51,22 @@ void launch_sm90(const SparseMlaParams& p, const KeySplit& split, const Workspac
 void launch_sm90_direct(const SparseMlaParams& p, const KeySplit& split, const DeviceArch& arch, int32_t device_index,
                         cudaStream_t stream);
 
-// The Hopper kernel for few heads: 8, 16 or 32 a block, which divide p.heads. The split's parts, at most 8, are the
-// blocks of a cluster and join in the launch: no partial states.
+// The Hopper kernel for few heads: 8, 16 or 32 a block, which divide p.heads. The split's parts are the blocks of a
+// cluster and join in the launch: no partial states.
+inline constexpr int64_t kFewHeads = 32, kFewHeadsParts = 16;  // at most
+
+struct FewHeadsChoice {
+  int64_t heads;  // of a block
+  KeySplit split;
+};
+
+// What takes the least time for this shape on this device. Another choice changes bits, so batch-invariant rows have
+// one part and all heads in a block.
+FewHeadsChoice choose_few_heads(const SparseMlaParams& p, const DeviceArch& arch, int32_t device_index);
+
+// Clusters of so many blocks that the device runs at the same time.
+int count_few_heads_clusters(int32_t device_index, int blocks);
+
 void launch_few_heads_8(const SparseMlaParams& p, const KeySplit& split, const DeviceArch& arch, int32_t device_index,
                         cudaStream_t stream);
 void launch_few_heads_16(const SparseMlaParams& p, const KeySplit& split, const DeviceArch& arch, int32_t device_index,

@@ -8,4 +8,8 @@ void launch_few_heads_8(const SparseMlaParams& p, const KeySplit& split, const D
   few_heads::launch<few_heads::Shape<8, 3>>(p, split, arch, device_index, stream);
 }
 
+int count_few_heads_clusters(int32_t device_index, int blocks) {
+  return few_heads::count_clusters<few_heads::Shape<8, 3>>(device_index, blocks);
+}
+
 }  // namespace sparse_cp_ops

@@ -53,14 +53,40 @@ __global__ __launch_bounds__(S::kThreads, 1) void attend(SparseMlaParams p, KeyS
 }
 
 template <class S>
+void allow_cluster(int32_t device_index, int64_t blocks) {
+  allow_shared_bytes<attend<S>>(device_index, S::kSharedBytes);
+  if (blocks > 8)  // not on every device that has clusters
+    check_cuda(cudaFuncSetAttribute(attend<S>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "large clusters");
+}
+
+template <class S>
 void launch(const SparseMlaParams& p, const KeySplit& split, const DeviceArch& arch, int32_t device_index,
             cudaStream_t stream) {
-  allow_shared_bytes<attend<S>>(device_index, S::kSharedBytes);
+  allow_cluster<S>(device_index, split.parts);
   const int64_t items = p.rows * split.parts * (p.heads / S::kHeads);
   const LaunchShape shape{split.parts == 1 ? std::min<int64_t>(items, arch.multiprocessors) : items, S::kThreads,
                           S::kSharedBytes, static_cast<int>(split.parts)};
   launch_chained("sparse_mla_fp8_cp: Hopper kernel for few heads", attend<S>, shape, device_index, stream, p, split,
                  page_shift_of(p.page_size), items);
+}
+
+// Clusters of so many blocks that the device runs at the same time; 0 if it runs none.
+template <class S>
+int count_clusters(int32_t device_index, int blocks) {
+  allow_cluster<S>(device_index, blocks);
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(blocks);
+  config.blockDim = S::kThreads;
+  config.dynamicSmemBytes = S::kSharedBytes;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  int clusters = 0;
+  if (cudaOccupancyMaxActiveClusters(&clusters, attend<S>, &config) == cudaSuccess) return clusters;
+  cudaGetLastError();  // a size that it doesn't know
+  return 0;
 }
 
 }  // namespace few_heads

@@ -13,7 +13,6 @@ namespace {
 // Fewer list entries in a part than this don't pay for the merge.
 constexpr int64_t kMinPartWidth = 128;
 constexpr int64_t kSm90Heads = 64;  // of a block of the Hopper kernel
-constexpr int64_t kFewHeads = 32;   // of one of the kernel for few heads, at most
 
 // As many parts as fill the device once; one part, whatever the number of rows, for batch-invariant results.
 KeySplit choose_split(const SparseMlaParams& p, int64_t blocks_per_part, int64_t capacity) {
@@ -26,44 +25,6 @@ KeySplit choose_split(const SparseMlaParams& p, int64_t blocks_per_part, int64_t
   split.width = (steps + wanted - 1) / wanted * kIndexListMultiple;
   split.parts = (p.topk + split.width - 1) / split.width;
   return split;
-}
-
-// What a device of compute capability 9.0 runs, by shape alone:
-//   heads      rows, lists                                             kernel
-//   8, 16, 32  all                                                     few heads, parts in a cluster
-//   64, 128    lists may be split, and all groups of 32 heads find a   few heads, in groups of 8, 16 or 32
-//              multiprocessor of their own
-//   64, 128    others                                                  64 heads a block, keys from a workspace or
-//   direct
-// A batch-invariant call takes the first or the third line whatever its rows, and both sources of keys give equal bits.
-bool few_heads_pay(const SparseMlaParams& p, const DeviceArch& arch) {
-  return p.heads <= kFewHeads || (!p.batch_invariant && p.rows * (p.heads / kFewHeads) <= arch.multiprocessors);
-}
-
-struct FewHeadsChoice {
-  int64_t heads;  // of a block
-  KeySplit split;
-};
-
-// As many parts as fill the device once, and smaller head groups where that is still not enough. Both change bits, so
-// batch-invariant rows have one part and all heads.
-FewHeadsChoice choose_few_heads(const SparseMlaParams& p, const DeviceArch& arch) {
-  // Clusters leave multiprocessors over: of 132, those of 8 and 4 use 120, pairs all. 16 clusters of 7 don't run at the
-  // same time either.
-  constexpr int64_t kClusterSizes[] = {8, 4, 3, 2};
-  const int64_t all = arch.multiprocessors, capacity = all * 10 / 11, steps = p.topk / kIndexListMultiple;
-  FewHeadsChoice choice{std::min<int64_t>(p.heads, kFewHeads), {}};
-  choice.split.width = p.topk;
-  if (p.batch_invariant || steps <= 1) return choice;
-  auto blocks = [&](int64_t parts) { return p.rows * (p.heads / choice.heads) * std::min(parts, steps); };
-  while (choice.heads > 8 && 2 * blocks(kClusterSizes[0]) <= capacity) choice.heads /= 2;
-  for (int64_t parts : kClusterSizes) {
-    if (parts > steps || blocks(parts) > (parts == 2 ? all : capacity)) continue;
-    choice.split.width = (steps + parts - 1) / parts * kIndexListMultiple;
-    choice.split.parts = (p.topk + choice.split.width - 1) / choice.split.width;
-    break;
-  }
-  return choice;
 }
 
 // Size of a workspace: what the block table can name, or the whole cache. Engines' caches hold many times more than a
@@ -83,6 +44,19 @@ bool workspace_pays(const SparseMlaParams& p) {
   constexpr int64_t kMaxTokens = int64_t{1} << 19;  // 0.6 GB
   const int64_t tokens = workspace_size(p).tokens;
   return tokens <= kMaxTokens && p.rows * p.topk * (p.heads / kSm90Heads) >= 4 * tokens;
+}
+
+// What a device of compute capability 9.0 runs, by shape alone:
+//   heads      rows, lists                                             kernel
+//   8, 16, 32  all                                                     few heads, parts in a cluster
+//   64, 128    lists may be split, and all groups of 32 heads find a   few heads, in groups of 8, 16 or 32
+//              multiprocessor of their own, or a workspace doesn't pay
+//   64, 128    others                                                  64 heads a block, keys from a workspace or
+//                                                                      direct
+// A batch-invariant call takes the first or the third line whatever its rows, and both sources of keys give equal bits.
+bool few_heads_pay(const SparseMlaParams& p, const DeviceArch& arch) {
+  if (p.heads <= kFewHeads || p.batch_invariant) return p.heads <= kFewHeads;
+  return p.rows * (p.heads / kFewHeads) <= arch.multiprocessors || !workspace_pays(p);
 }
 
 void check_values(const SparseMlaParams& p, const Tensor& indices, const std::optional<Tensor>& block_table,
@@ -116,7 +90,7 @@ std::tuple<Tensor, Tensor> sparse_mla_fp8_cp(const Tensor& q, const Tensor& kv_c
   const DeviceArch& arch = device_arch(device_index);
   const bool hopper = arch.kernels == KernelSet::kSm90;
   if (hopper && few_heads_pay(p, arch)) {
-    const FewHeadsChoice choice = choose_few_heads(p, arch);
+    const FewHeadsChoice choice = choose_few_heads(p, arch, device_index);
     const auto launch = choice.heads == 8    ? launch_few_heads_8
                         : choice.heads == 16 ? launch_few_heads_16
                                              : launch_few_heads_32;
