@@ -31,6 +31,7 @@ from sparse_cp_ops.kv_cache import PagedKvCache
 from sparse_cp_ops.nn import AttentionInputs, MlaConfig, get_mla_impl
 
 RESTORE_GOAL = 0.80  # of the host copy rate
+RESTORE_GOAL_TOKENS = 4096  # and more; 49 MB of 1024 tokens take 0.9 ms, in which the first and the last page show
 STORING_GOAL = 0.03  # of the prefill
 PAGE_SIZE = 64
 SMALL = MlaConfig(
@@ -246,23 +247,22 @@ def _restore_one(
         read(files)
 
     hit = median_seconds(lambda: read(memory), setting.device, setting.repeats)
-    from_files = float("nan")
+    values = {"tokens": tokens, "bytes": moved, "memory_seconds": hit}
+    in_files = f"not put into files (up to {setting.file_tokens} tokens are)"
     if tokens <= setting.file_tokens:
-        from_files = median_seconds(read_files, setting.device, setting.repeats)
+        values["file_seconds"] = seconds = median_seconds(read_files, setting.device, setting.repeats)
+        in_files = f"from files {seconds * 1e3:.2f} ms ({moved / seconds / 1e9:.1f} GB/s)"
     again = median_seconds(lambda: model.recompute(tokens), setting.device, setting.repeats) * setting.layers
+    values["recompute_seconds"] = again
     rate = moved / hit
     measured.add(
         "restoring",
         f"{tokens} tokens, {moved / 1e6:.0f} MB: from memory {hit * 1e3:.2f} ms ({rate / 1e9:.1f} GB/s, "
-        f"{rate / to_device:.0%} of the host copy), from files {from_files * 1e3:.2f} ms "
-        f"({moved / from_files / 1e9:.1f} GB/s), computed again {again * 1e3:.1f} ms ({again / hit:.0f}x)",
-        tokens=tokens,
-        bytes=moved,
-        memory_seconds=hit,
-        file_seconds=from_files,
-        recompute_seconds=again,
+        f"{rate / to_device:.0%} of the host copy), {in_files}, "
+        f"computed again {again * 1e3:.1f} ms ({again / hit:.0f}x)",
+        **values,
     )
-    if setting.device.type == "cuda" and tokens == max(setting.prefixes) and rate < RESTORE_GOAL * to_device:
+    if setting.device.type == "cuda" and tokens >= RESTORE_GOAL_TOKENS and rate < RESTORE_GOAL * to_device:
         measured.missed.append(
             f"restoring {tokens} tokens: {rate / to_device:.0%} of the host copy, goal {RESTORE_GOAL:.0%}"
         )

@@ -17,6 +17,9 @@ from op_samples import sample
 
 from sparse_cp_ops import ops
 from sparse_cp_ops._autograd import OP_NAMES
+from sparse_cp_ops.cache_store.entry import EntryLayout
+from sparse_cp_ops.cache_store.reader import Staging
+from sparse_cp_ops.kv_cache import PagedKvCache
 
 Call = tuple[str, Callable[..., Any], tuple[Any, ...]]
 
@@ -98,6 +101,16 @@ def cache_ops() -> Iterator[Call]:
         cache, store = zeros(8, page_size, 656), zeros(9, page_size, 656)
         yield f"write_cache_store {page_size=}", ops.write_cache_store, (cache, None, ids.int(), ids, store, None)
         yield f"read_cache_store {page_size=}", ops.read_cache_store, (store, None, ids, ids.int(), cache, None)
+
+
+def stored_entries() -> Iterator[Call]:
+    """A payload of less than 64 KB and one of more, layers with and without an indexer."""
+    for owners in ((True, False, True), (True,) * 40):
+        cache = PagedKvCache(len(owners), 8, 16, "cuda", owners)
+        staging = Staging(cache, EntryLayout(cache, ""), 6)
+        staging.entries.zero_()
+        yield f"checksum_entries {len(owners)} layers", staging.check, (1, 4)
+        yield f"load_entries {len(owners)} layers", staging.load, (1, [7, 0, 3])
 
 
 def small_ops() -> Iterator[Call]:
@@ -187,7 +200,7 @@ def main() -> None:
     match = parser.parse_args().match
     torch.manual_seed(0)
     calls = 0
-    for group in (samples, record_ops, cache_ops, small_ops, attention, indexer):
+    for group in (samples, record_ops, cache_ops, stored_entries, small_ops, attention, indexer):
         for name, call, arguments in group():
             if any(text in name for text in match):
                 print(name, flush=True)

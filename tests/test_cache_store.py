@@ -7,6 +7,7 @@ from cp_harness import PAGE, attention_inputs
 
 from sparse_cp_ops.cache_store import CacheStore, CacheWriter, create_cache_writer
 from sparse_cp_ops.cache_store.entry import EntryLayout
+from sparse_cp_ops.cache_store.reader import _runs
 from sparse_cp_ops.kv_cache import PagedKvCache
 
 LAYERS = (True, False, True)
@@ -287,3 +288,14 @@ def test_equal_prompts_in_one_batch_are_stored_once(device: str) -> None:
     )
     assert writer is not None
     assert writer.keys == store.page_keys(prompt)
+
+
+def test_copies_are_as_few_as_the_slots_allow() -> None:
+    assert [*_runs([(0, 4), (1, 5), (2, 9), (3, 10), (7, 11), (6, 10), (0, 0)])] == [
+        (0, 4, 2),
+        (2, 9, 2),
+        (7, 11, 1),
+        (6, 10, 1),
+        (0, 0, 1),
+    ]
+    assert [*_runs([])] == []

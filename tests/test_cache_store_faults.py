@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from store_harness import (
 from sparse_cp_ops.cache_store import CacheStore, backend_link
 from sparse_cp_ops.cache_store import store as store_module
 from sparse_cp_ops.cache_store.entry import HEADER_BYTES, EntryLayout
-from sparse_cp_ops.cache_store.host_memory import Lease
+from sparse_cp_ops.cache_store.reader import CacheReader, StagedReader
 from sparse_cp_ops.kv_cache import PagedKvCache
 
 Seal = Callable[[memoryview, bytes], None]
@@ -77,30 +78,34 @@ def test_more_pages_than_the_memory_has_pass_through_it(device: str, backend: Fa
 
 
 def test_pages_are_checked_while_those_before_them_are_copied(
-    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+    device: str, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And none is copied before its own check."""
+    """And none reaches its page before its own check."""
     monkeypatch.setattr(store_module, "BATCH", 2)
-    store = new_store(backend)
+    store = new_store(backend, device=device)
     keys = keys_of(store, 6)
     store_pages(store, keys)
-    checked: dict[int, threading.Event] = {}
-    check, copy = store._problem, store._copy_to_pages
+    kind = CacheReader if device == "cpu" else StagedReader
+    fetched: list[bytes] = []
+    checked: list[bytes] = []
+    fetch, problems, load = kind.fetch, kind.problems, kind.load
 
-    def checking(key: bytes, slot: int) -> str | None:
-        problem = check(key, slot)
-        checked.setdefault(keys.index(key), threading.Event()).set()
-        return problem
+    def fetching(reader: CacheReader, slots: dict[bytes, int]) -> None:
+        fetched.extend(slots)
+        fetch(reader, slots)
 
-    def copying(slots: list[int], pages: list[int], lease: Lease) -> None:
-        assert all(checked[page].is_set() for page in pages)
-        for page in pages:
-            if page + 2 < len(keys):
-                assert checked.setdefault(page + 2, threading.Event()).wait(5)
-        copy(slots, pages, lease)
+    def checking(reader: CacheReader, slots: dict[bytes, int]) -> dict[bytes, str | None]:
+        checked.extend(slots)
+        return problems(reader, slots)
 
-    monkeypatch.setattr(store, "_problem", checking)
-    monkeypatch.setattr(store, "_copy_to_pages", copying)
+    def loading(reader: CacheReader, start: int, slots: list[int]) -> Any:
+        assert checked == keys[: start + len(slots)]
+        assert fetched == keys[: start + len(slots) + 2]
+        return load(reader, start, slots)
+
+    monkeypatch.setattr(kind, "fetch", fetching)
+    monkeypatch.setattr(kind, "problems", checking)
+    monkeypatch.setattr(kind, "load", loading)
     assert read_back(store, keys) == 6
     assert_all_room_can_be_had(store)
 
@@ -108,10 +113,10 @@ def test_pages_are_checked_while_those_before_them_are_copied(
 @pytest.mark.parametrize("victim", range(6))
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_a_damaged_page_ends_a_read_of_several_batches(
-    backend: FakeBackend, victim: int, in_memory: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, backend: FakeBackend, victim: int, in_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "BATCH", 2)
-    store = new_store(backend)
+    store = new_store(backend, device=device)
     keys = keys_of(store, 6)
     store_pages(store, keys)
     if in_memory:
@@ -184,6 +189,7 @@ DAMAGE: dict[str, tuple[Callable[[bytes, bytes], bytes], str]] = {
     "length in the header": (lambda content, _: flipped(content, 16), "its header is damaged"),
     "key in the header": (lambda content, _: flipped(content, 24), "its header is damaged"),
     "header checksum": (lambda content, _: flipped(content, 152), "its header is damaged"),
+    "behind the header checksum": (lambda content, _: flipped(content, HEADER_BYTES - 1), "its header is damaged"),
     "another model": (with_other_header(lambda cache: EntryLayout(cache, "other")), "another model or layout"),
     "another layout": (
         with_other_header(lambda _: EntryLayout(small_cache(layers=(True, True, False)), "")),

@@ -126,7 +126,35 @@ class EntryLayout:
 
     def seal(self, entry: memoryview, key: bytes) -> None:
         """Write the header in front of a complete payload."""
-        checksum = _checksum(entry[HEADER_BYTES:])
+        entry[:HEADER_BYTES] = self._header(key, _checksum(entry[HEADER_BYTES:]))
+
+    def problem(self, entry: memoryview, key: bytes, checksum: bytes | None = None) -> str | None:
+        """Why an entry must not be used for a key; None if every byte is as it was sealed.
+
+        Args:
+            entry: with its header.
+            key: that it should have.
+            checksum: XXH3-128 of the bytes that are to be used, which are a copy of the payload; None = those here are.
+        """
+        # A good entry's whole header is known: one comparison, so that checking threads rarely wait for each other.
+        if len(entry) == self.entry_bytes:
+            own = _checksum(entry[HEADER_BYTES:]) if checksum is None else checksum
+            if bytes(entry[:HEADER_BYTES]) == self._header(key, own):
+                return None
+        header = parse_header(entry)
+        if isinstance(header, str):
+            return header
+        if header.fingerprint != self.fingerprint:
+            return "another model or layout"
+        if header.payload_bytes != len(entry) - HEADER_BYTES or len(entry) != self.entry_bytes:
+            return f"it has {header.payload_bytes} bytes, expected {self.entry_bytes - HEADER_BYTES}"
+        if header.key != key:
+            return f"it belongs to the key {header.key.hex()}"
+        if checksum not in (None, header.checksum):
+            return "its bytes have lost their checksum"
+        return damage(entry) or "its header is damaged"
+
+    def _header(self, key: bytes, checksum: bytes) -> bytes:
         fields = _FIELDS.pack(
             MAGIC,
             VERSION,
@@ -141,20 +169,7 @@ class EntryLayout:
             0,
             self._model,
         )
-        entry[:HEADER_BYTES] = (fields + xxhash.xxh3_128_digest(fields)).ljust(HEADER_BYTES, b"\0")
-
-    def problem(self, entry: memoryview, key: bytes) -> str | None:
-        """Why an entry must not be used for a key; None if every byte is as it was sealed."""
-        header = parse_header(entry)
-        if isinstance(header, str):
-            return header
-        if header.fingerprint != self.fingerprint:
-            return "another model or layout"
-        if header.payload_bytes != len(entry) - HEADER_BYTES or len(entry) != self.entry_bytes:
-            return f"it has {header.payload_bytes} bytes, expected {self.entry_bytes - HEADER_BYTES}"
-        if header.key != key:
-            return f"it belongs to the key {header.key.hex()}"
-        return damage(entry)
+        return (fields + xxhash.xxh3_128_digest(fields)).ljust(HEADER_BYTES, b"\0")
 
 
 def allocate_entries(count: int, entry_bytes: int, pinned: bool) -> Tensor:

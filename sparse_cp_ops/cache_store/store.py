@@ -25,19 +25,18 @@ from sparse_cp_ops.cache_store.entry import EntryLayout, require_keys
 from sparse_cp_ops.cache_store.host_memory import HostMemory, Lease
 from sparse_cp_ops.cache_store.prefix_cache import Tokens, page_keys
 from sparse_cp_ops.cache_store.publisher import Publisher
+from sparse_cp_ops.cache_store.reader import CacheReader, StagedReader, Staging
 from sparse_cp_ops.cache_store.stats import StoreStats
 from sparse_cp_ops.cache_store.writer import CacheWriter
 from sparse_cp_ops.kv_cache import PagedKvCache
-from sparse_cp_ops.ops import direct
 from sparse_cp_ops.ops._types import require_ints, require_seconds
 
 logger = logging.getLogger(__name__)
-Checks = dict[bytes, tuple[int, "concurrent.futures.Future[str | None]"]]  # slots, and what is wrong with their bytes
 
-# Entries that are moved or handed to a backend at once: 100 MB of a 61-layer model, which take about 2 ms over PCIe 5,
-# longer than it takes to start the copies of 61 layers.
-BATCH = 32
-# A checksum runs at 6 GB/s on one thread and cold memory, PCIe 5 at 55 GB/s.
+# Entries that are moved or handed to a backend at once: 49 MB of a 61-layer model, 0.9 ms over PCIe 5, longer than it
+# takes the host to start and to check them.
+BATCH = 16
+# Beside caches on the CPU: a checksum runs at 5 to 9 GB/s on one thread and cold memory, copies on all cores faster.
 CHECKING_THREADS = 16
 
 # Memory that a copy may still write to when its store had to close: freeing it would be worse than keeping it.
@@ -59,6 +58,7 @@ class CacheStore:
         memory: the host memory.
         shared: whether other processes see what is stored here.
         stats: counters.
+        checkers: threads that check entries, beside caches on the CPU.
     """
 
     def __init__(
@@ -102,16 +102,18 @@ class CacheStore:
             )
         cuda = cache.device.type == "cuda"
         self.memory = HostMemory(num_slots, self.layout, pinned=cuda)
+        self._batch = max(1, min(BATCH, num_slots // 2))
+        self._staging = Staging(cache, self.layout, 2 * self._batch) if cuda else None
         self._stream = torch.cuda.Stream(cache.device) if cuda else None
         self._patience = patience
         self._given_up: deque[tuple[Any, Sequence[bytes], Sequence[int]]] = deque()
         self._closed = False
-        # The allocator keeps in mind that this stream uses the caches, and gives their memory to nobody before it has.
-        self.keep_until_copied(*cache.mla, *cache.indexer)
+        # The allocator keeps in mind that this stream uses the memory, and gives it to nobody before it has.
+        self.keep_until_copied(*cache.mla, *cache.indexer, None if self._staging is None else self._staging.entries)
         self._link = BackendLink(backend, timeout, self.stats, self.memory.lock)
         self._publisher = Publisher(self.memory, self.layout, self._link, self.stats, BATCH)
         threads = min(CHECKING_THREADS, os.cpu_count() or 1)
-        self._checkers = concurrent.futures.ThreadPoolExecutor(threads, "cache-store-check")
+        self.checkers = concurrent.futures.ThreadPoolExecutor(threads, "cache-store-check")
 
     @classmethod
     def open(
@@ -155,7 +157,8 @@ class CacheStore:
         """Copy stored pages, both caches of all layers, to device pages, on the store's stream.
 
         The current stream goes on behind the copies. It stops at the first key that is not visible, not in time, or
-        whose bytes are not those that were sealed. While pages are copied, the next ones are checked.
+        whose bytes are not those that were sealed. While pages are copied, the next ones are fetched and checked.
+        Beside CUDA caches this call returns when the last ones have arrived on the device and are checked.
 
         Args:
             keys: of a request's pages, from the first on.
@@ -177,21 +180,24 @@ class CacheStore:
             raise ValueError(f"CacheStore.read: pages: expected at least {len(keys)}, got {len(pages)}")
         if len(set(pages)) < len(pages):
             raise ValueError(f"CacheStore.read: pages: expected different pages, got {pages}")
+        if not keys:
+            return 0
         deadline = time.monotonic() + self._link.timeout
-        batch = max(1, min(BATCH, len(self.memory) // 2))
-        restored, received_pages = 0, False
+        batch, restored, received_pages = self._batch, 0, False
         with Lease(self.memory) as lease:
-            held = self._check(lease.find(keys[:batch]))
+            reader = self._reader(keys, pages[: len(keys)])
+            reader.fetch(held := lease.find(keys[:batch]))
             while restored < len(keys):
                 wanted = keys[restored : restored + batch]
                 missing = [key for key in wanted if key not in held]
-                received = self._check(self._receive(missing, deadline, lease)) if missing else {}
+                if received := self._receive(missing, deadline, lease) if missing else {}:
+                    reader.fetch(received)
                 received_pages = received_pages or bool(received)
                 # Behind the receiving, which needs the room more.
-                ahead = self._check(lease.find(keys[restored + batch : restored + 2 * batch]))
-                slots = self._take_good(wanted, held, received, deadline, lease)
+                reader.fetch(ahead := lease.find(keys[restored + batch : restored + 2 * batch]))
+                slots = self._take_good(reader, wanted, held, received, deadline, lease)
                 if slots:
-                    self._copy_to_pages(slots, pages[restored : restored + len(slots)], lease)
+                    lease.release_after(reader.load(restored, slots), slots)
                 restored += len(slots)
                 held = ahead
                 if len(slots) < len(wanted):
@@ -275,10 +281,14 @@ class CacheStore:
             _abandoned.append(self.memory)
         if self.shared and not gone.wait(max(0.1, deadline - time.monotonic())):
             logger.warning("cache store closed while its backend is busy")
-        self._checkers.shutdown(wait=False)
+        self.checkers.shutdown(wait=False)
         self.memory.clear()
 
-    # ---- for CacheWriter ----
+    # ---- for CacheWriter and CacheReader ----
+
+    def problem(self, key: bytes, slot: int, checksum: bytes | None = None) -> str | None:
+        """Why a slot must not be used for a key, see :meth:`EntryLayout.problem`; on any thread."""
+        return self.layout.problem(self.memory.bytes_of(slot), key, checksum)
 
     def copy_arguments(self, pages: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, Tensor]:
         """page_ids int32 and store_slots int64 on the device of the caches."""
@@ -333,19 +343,24 @@ class CacheStore:
 
     # ---- reading ----
 
-    def _check(self, slots: Mapping[bytes, int]) -> Checks:
-        """Let the checking threads compare the bytes of slots; the caller goes on using the slots."""
-        return {key: (slot, self._checkers.submit(self._problem, key, slot)) for key, slot in slots.items()}
+    def _reader(self, keys: Sequence[bytes], pages: Sequence[int]) -> CacheReader:
+        return StagedReader(self, self._staging, keys, pages) if self._staging else CacheReader(self, keys, pages)
 
     def _take_good(
-        self, keys: Sequence[bytes], held: Checks, received: Checks, deadline: float, lease: Lease
+        self,
+        reader: CacheReader,
+        keys: Sequence[bytes],
+        held: Mapping[bytes, int],
+        received: Mapping[bytes, int],
+        deadline: float,
+        lease: Lease,
     ) -> list[int]:
         """Of slots from the memory and from the backend, those with the good bytes of the first keys, as many as there
         are; all others are released."""
-        checks = {**held, **received}
-        problems = {key: check.result() for key, (_, check) in checks.items()}
-        good = list(itertools.takewhile(lambda key: key in checks and problems[key] is None, keys))
-        for key, (slot, _) in checks.items():
+        slots = {**held, **received}
+        problems = reader.problems(slots)
+        good = list(itertools.takewhile(lambda key: key in slots and problems[key] is None, keys))
+        for key, slot in slots.items():
             if problems[key] is None:
                 self.memory.show(key, slot)
                 continue
@@ -354,10 +369,10 @@ class CacheStore:
             logger.warning("miss: the stored page %s is dropped: %s", key.hex(), problems[key])
             if key in received:
                 self._link.ask(lambda backend, key=key: backend.remove(key), deadline)  # type: ignore[misc]
-        lease.release(slot for key, (slot, _) in checks.items() if key not in good)
+        lease.release(slot for key, slot in slots.items() if key not in good)
         self.stats.memory_hits += sum(key in held for key in good)
         self.stats.backend_hits += sum(key in received for key in good)
-        return [checks[key][0] for key in good]
+        return [slots[key] for key in good]
 
     def _receive(self, keys: Sequence[bytes], deadline: float, lease: Lease) -> dict[bytes, int]:
         """Slots that the backend has filled."""
@@ -378,28 +393,9 @@ class CacheStore:
         lease.release(slot for (_, slot), found in zip(wanted, filled, strict=True) if not found)
         return {key: slot for (key, slot), found in zip(wanted, filled, strict=True) if found}
 
-    def _copy_to_pages(self, slots: Sequence[int], pages: Sequence[int], lease: Lease) -> None:
-        page_ids, store_slots = self.copy_arguments(pages, slots)
-        try:
-            with self.on_stream():
-                for layer_id in range(self.cache.num_layers):
-                    direct.read_cache_store(
-                        self.memory.mla[layer_id],
-                        self.memory.indexer[layer_id],
-                        store_slots,
-                        page_ids,
-                        self.cache.mla[layer_id],
-                        self.cache.indexer[layer_id],
-                    )
-        finally:  # after an error too: what was started runs on
-            self.keep_until_copied(page_ids, store_slots)
-            lease.release_after(self.order_behind_copies(), slots)
-
-    def _problem(self, key: bytes, slot: int) -> str | None:
-        return self.layout.problem(self.memory.bytes_of(slot), key)
-
     def _copies_run(self) -> bool:
-        return self._stream is not None and not self._stream.query()
+        copying = self._staging.copying if self._staging is not None else None
+        return any(stream is not None and not stream.query() for stream in (self._stream, copying))
 
     def _require_open(self, method: str) -> None:
         if self._closed:

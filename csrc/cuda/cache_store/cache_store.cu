@@ -7,18 +7,11 @@
 #include "../../ops/cache_store.h"
 #include "../launch.h"
 #include "../value_checks.h"
+#include "copy_piece.cuh"
 
 namespace sparse_cp_ops {
 namespace {
 
-// A block copies the bytes of 16 tokens, of which every page size is a multiple: 656 vectors of MLA records and 132 of
-// the indexer page, in three rounds of 9 warps.
-constexpr int kTokens = 16;
-constexpr int kMlaVectors = kTokens * kMlaRecordBytes / kPageVectorBytes;
-constexpr int kIndexerVectors = kTokens * kIndexRecordBytes / kPageVectorBytes;
-constexpr int kThreads = 288;
-constexpr int kRounds = 3;
-static_assert(kThreads * kRounds >= kMlaVectors + kIndexerVectors);
 // A host bus is far slower than the device: that many blocks, 440 KB in flight, fill it and leave the other
 // multiprocessors to the kernels beside this one.
 constexpr int64_t kHostBlocks = 32;
@@ -28,34 +21,21 @@ struct CopyParams {
   const int32_t* page_ids;     // [pairs]
   const int64_t* store_slots;  // [pairs]
   int64_t cache_pages, store_pages;
-  int64_t pieces;   // of kTokens tokens, in all pairs
+  int64_t pieces;   // in all pairs
   int piece_shift;  // log2 of the pieces of a page
   bool writes_store;
 };
 
-__global__ void __launch_bounds__(kThreads) copy_pages_kernel(const __grid_constant__ CopyParams p) {
-  const int vectors = p.from.indexer != nullptr ? kMlaVectors + kIndexerVectors : kMlaVectors;
+__global__ void __launch_bounds__(kCopyThreads) copy_pages_kernel(const __grid_constant__ CopyParams p) {
   for (int64_t piece = blockIdx.x; piece < p.pieces; piece += gridDim.x) {
-    const int64_t pair = piece >> p.piece_shift, index = piece & ((1 << p.piece_shift) - 1);
+    const int64_t pair = piece >> p.piece_shift;
+    const int index = static_cast<int>(piece & ((1 << p.piece_shift) - 1));
     const int64_t page = p.page_ids[pair], slot = p.store_slots[pair];
     if (page < 0 || page >= p.cache_pages || slot < 0 || slot >= p.store_pages) continue;
     const int64_t source = p.writes_store ? page : slot, target = p.writes_store ? slot : page;
-    const auto* mla_from = reinterpret_cast<const int4*>(p.from.mla + source * p.from.mla_stride) + index * kMlaVectors;
-    auto* mla_to = reinterpret_cast<int4*>(p.to.mla + target * p.to.mla_stride) + index * kMlaVectors;
-    const auto* indexer_from =
-        reinterpret_cast<const int4*>(p.from.indexer + source * p.from.indexer_stride) + index * kIndexerVectors;
-    auto* indexer_to = reinterpret_cast<int4*>(p.to.indexer + target * p.to.indexer_stride) + index * kIndexerVectors;
-    int4 values[kRounds];
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-      const int i = threadIdx.x + round * kThreads;
-      if (i < vectors) values[round] = __ldcs(i < kMlaVectors ? mla_from + i : indexer_from + (i - kMlaVectors));
-    }
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-      const int i = threadIdx.x + round * kThreads;
-      if (i < vectors) __stcs(i < kMlaVectors ? mla_to + i : indexer_to + (i - kMlaVectors), values[round]);
-    }
+    copy_piece(p.from.mla + source * p.from.mla_stride,
+               p.from.indexer != nullptr ? p.from.indexer + source * p.from.indexer_stride : nullptr,
+               p.to.mla + target * p.to.mla_stride, p.to.indexer + target * p.to.indexer_stride, index);
   }
 }
 
@@ -81,12 +61,11 @@ void copy_pages(const CacheStoreParams& checked, bool writes_store, bool host_st
   if (value_checks_possible(stream)) check_page_pairs(p, page_ids, store_slots, writes_store);
   if (p.pairs == 0) return;
   const PageArrays &from = writes_store ? p.cache : p.store, &to = writes_store ? p.store : p.cache;
-  int piece_shift = 0;
-  while (kTokens << piece_shift < p.page_size) ++piece_shift;
+  const int piece_shift = piece_shift_of(p.page_size);
   const int64_t pieces = p.pairs << piece_shift;
   constexpr int64_t kMaxBlocks = INT32_MAX;  // of a grid's first dimension
   const dim3 grid(static_cast<unsigned>(std::min(pieces, host_store ? kHostBlocks : kMaxBlocks)));
-  copy_pages_kernel<<<grid, kThreads, 0, stream>>>(
+  copy_pages_kernel<<<grid, kCopyThreads, 0, stream>>>(
       {from, to, p.page_ids, p.store_slots, p.cache.pages, p.store.pages, pieces, piece_shift, writes_store});
   check_launch(writes_store ? "write_cache_store" : "read_cache_store");
 }
