@@ -228,14 +228,3 @@ def test_without_batch_invariance_the_bounds_hold(device: str) -> None:
     check(case, device, batch_invariant=False)
     arguments = (*case.to(device).tensors, SCALE, "high", False)
     assert_same_bits(ops.sparse_mla_fp8_cp(*arguments), ops.sparse_mla_fp8_cp(*arguments))
-
-
-def test_low_precision(device: str) -> None:
-    """The declared bounds of precision="fp8": relative norm and lse error below 0.1."""
-    case = random_case([(0, 1000, 256), (1, 300, 130), (-1, 0, 0)], heads=64, width=256)
-    out, lse = ops.sparse_mla_fp8_cp(*case.to(device).tensors, SCALE, "fp8")
-    exact_out, exact_lse = reference.sparse_mla_fp8_cp(*case.tensors, SCALE)
-    assert (out.cpu() - exact_out).norm() < 0.1 * exact_out.norm()
-    assert (lse.cpu() - exact_lse)[:2].abs().max() < 0.1
-    assert lse[2].isneginf().all()
-    assert out[2].eq(0).all()

@@ -175,11 +175,20 @@ def attention_cases(device_type: str) -> Iterator[Case]:
     yield Case(op, "4096 x 32K, H=128, any scales", sparse_mla(4096, 32768, 128, any_scales=True), "bf16")
     build = sparse_mla(4096, 32768, 128, any_scales=True, cache_tokens=2**20)
     yield Case(op, "4096 x 32K of a cache of 1M, H=128, any scales", build, "bf16")
+    for rows, tokens, heads in [(4096, 8192, 128), (4096, 32768, 128), (4096, 131072, 128), (4096, 32768, 64)]:
+        build = sparse_mla(rows, tokens, heads, precision="fp8")
+        yield Case(op, f"{rows} x {tokens // 1024}K, H={heads}, fp8", build, "fp8")
+    build = sparse_mla(4096, 32768, 128, precision="fp8", any_scales=True)
+    yield Case(op, "4096 x 32K, H=128, any scales, fp8", build, "fp8")
     for heads in (128, 64, 32, 16, 8):
         for rows in (1, 4, 16, 64, 128, 256):
             yield Case(
                 op, f"decode {rows} rows, H={heads}", sparse_mla(rows, 8192, heads, requests=rows), "bf16", graph=True
             )
+    for heads in (128, 64):
+        for rows in (64, 128, 256):
+            build = sparse_mla(rows, 8192, heads, precision="fp8", requests=rows)
+            yield Case(op, f"decode {rows} rows, H={heads}, fp8", build, "fp8", graph=True)
     for requests in (1, 4, 16, 64, 128, 256):
         build = sparse_mla(2 * requests, 8192, 128, queries=2, requests=requests)
         yield Case(op, f"decode {requests} x 2 rows, H=128", build, "bf16", graph=True)

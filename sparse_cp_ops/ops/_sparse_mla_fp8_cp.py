@@ -49,8 +49,9 @@ def sparse_mla_fp8_cp(
         req_ids: [L] int32 or None; None exactly if ``block_table`` is.
         kv_lens: [L] int32 or None; None exactly if ``block_table`` is.
         softmax_scale: factor of the logits, finite.
-        precision: "high", or "fp8": a declared lower-precision mode (relative norm of the error below 0.1,
-            lse error below 0.1) that a device may answer in "high"; the CPU does.
+        precision: "high", or "fp8": a declared lower-precision mode (norm of the error below 0.1 of the result's, lse
+            within 0.18 * |softmax_scale| * max_j norm(q * k_j) over the latent dimensions) that a device may answer
+            in "high"; the CPU does.
         batch_invariant: True: a row's result depends on that row alone, bit for bit. False: a device may split the keys
             of few rows differently; results are still the same from run to run.
 

@@ -37,6 +37,18 @@ __device__ __forceinline__ uint32_t floats_to_e4m3x4(float a, float b, float c, 
            float_to_e4m3_bits(d) << 24;
 }
 
+// Two pairs of f16, the first one into the lower bytes.
+__device__ __forceinline__ uint32_t f16x4_to_e4m3x4(uint32_t low, uint32_t high) {
+  uint32_t bytes = 0;
+#if __CUDA_ARCH__ >= 890
+  asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f16x2 low, %1;\ncvt.rn.satfinite.e4m3x2.f16x2 high, %2;\n"
+      "mov.b32 %0, {low, high};\n}"
+      : "=r"(bytes)
+      : "r"(low), "r"(high));
+#endif
+  return bytes;
+}
+
 // Four e4m3 bytes to fp32, exact; NaN bytes give NaN.
 template <bool kHardware>
 __device__ __forceinline__ void e4m3x4_to_floats(uint32_t bytes, float* out) {

@@ -39,6 +39,12 @@ __device__ __forceinline__ float4 shared_f32x4(uint32_t address) {
   return x;
 }
 
+__device__ __forceinline__ uint2 shared_u32x2(uint32_t address) {
+  uint2 x;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
+  return x;
+}
+
 __device__ __forceinline__ uint4 shared_u32x4(uint32_t address) {
   uint4 x;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -76,6 +82,10 @@ __device__ __forceinline__ void set_shared(uint32_t address, uint4 x) {
 __device__ __forceinline__ void set_shared(uint32_t address, float4 x) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
                : "memory");
+}
+
+__device__ __forceinline__ void set_shared(uint32_t address, float2 x) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x.x), "f"(x.y) : "memory");
 }
 
 // The address of the same place in the memory of block `rank` of the cluster.

@@ -1,9 +1,9 @@
 // Thin wrappers of Hopper's asynchronous warpgroup matrix instructions (sm_90a), operands in 128-byte swizzled tiles.
 //
-// A tile is a stack of rows of 128 bytes (64 values of 16 bits) whose 16-byte pieces are exchanged by piece ^ (row %
-// 8). Operands "K major" have the summed dimension along the row, "transposed" ones across the rows. An accumulator of
-// N columns is float[N / 2] in each thread: element 4 * j + i is row 16 * warp + lane / 4 + 8 * (i / 2), column 8 * j +
-// 2 * (lane % 4) + i % 2.
+// A tile is a stack of rows of 128 bytes (64 values of 16 bits, 128 of 8) whose 16-byte pieces are exchanged by piece ^
+// (row % 8). Operands "K major" have the summed dimension along the row, "transposed" ones across the rows. An
+// accumulator of N columns is float[N / 2] in each thread: element 4 * j + i is row 16 * warp + lane / 4 + 8 * (i / 2),
+// column 8 * j + 2 * (lane % 4) + i % 2.
 #pragma once
 
 #include <cstdint>
@@ -37,6 +37,11 @@ template <int N>
 __device__ __forceinline__ void pin(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+template <int N>
+__device__ __forceinline__ void pin(uint32_t (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
 // clang-format off
@@ -76,6 +81,33 @@ __device__ __forceinline__ void wgmma_n64_bf16(float (&d)[32], uint64_t a, uint6
                ", %32, %33, p, 1, 1, 0, 0;\n}"
                : SCO_D32(d, 0)
                : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// The same in e4m3, 32 values of the summed dimension at a time.
+__device__ __forceinline__ void wgmma_n64_e4m3(float (&d)[32], uint64_t a, uint64_t b, bool add) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " SCO_R32
+               ", %32, %33, p, 1, 1;\n}"
+               : SCO_D32(d, 0)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// The same with f16 sums: pairs of neighbouring columns.
+__device__ __forceinline__ void wgmma_n64_e4m3_f16(uint32_t (&d)[16], uint64_t a, uint64_t b, bool add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\nwgmma.mma_async.sync.aligned.m64n64k32.f16.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, p, 1, 1;\n}"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]),
+        "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15])
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// a in registers: four values that follow one another in the summed dimension each, of rows lane / 4 and + 8 at
+// 4 * (lane % 4), then of the same rows 16 further.
+__device__ __forceinline__ void wgmma_n64_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool add) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " SCO_R32
+               ", {%32, %33, %34, %35}, %36, p, 1, 1;\n}"
+               : SCO_D32(d, 0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
 
 // d (+)= a . b: a 64 x 16 K major, b 16 x 256 transposed; the columns lie in two arrays of 128.

@@ -51,6 +51,10 @@ void launch_sm90(const SparseMlaParams& p, const KeySplit& split, const Workspac
 void launch_sm90_direct(const SparseMlaParams& p, const KeySplit& split, const DeviceArch& arch, int32_t device_index,
                         cudaStream_t stream);
 
+// Both products in e4m3 (precision="fp8"), 64 or 128 heads, keys from the records.
+void launch_sm90_fp8(const SparseMlaParams& p, const KeySplit& split, const DeviceArch& arch, int32_t device_index,
+                     cudaStream_t stream);
+
 // The Hopper kernel for few heads: 8, 16 or 32 a block, which divide p.heads. The split's parts are the blocks of a
 // cluster and join in the launch: no partial states.
 inline constexpr int64_t kFewHeads = 32, kFewHeadsParts = 16;  // at most

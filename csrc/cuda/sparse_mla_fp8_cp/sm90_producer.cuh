@@ -51,42 +51,6 @@ struct Lookup {
   }
 };
 
-// Steps up to the last entry that may be used, agreed between the producer's warps and handed to the consumers.
-template <int kProducers>
-__device__ __forceinline__ int count_steps(const SparseMlaParams& p, const RowKeys& keys, const Item& item,
-                                           const Barriers& barriers) {
-  constexpr int kAtOnce = 8;
-  const int thread = threadIdx.x - kConsumers;
-  int last = -1;
-  for (int start = thread; start < item.entries; start += kAtOnce * kProducers) {
-    int32_t entries[kAtOnce];
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int i = start + j * kProducers;
-      entries[j] = i < item.entries ? keys.list[item.begin + i] : -1;
-    }
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j)
-      if (keys.may_use(p, entries[j])) last = start + j * kProducers;
-  }
-  last = __reduce_max_sync(~0u, last);
-  named_barrier(kProducerBarrier, kProducers);  // the scratch of the item before has been read
-  if (thread % 32 == 0) set_shared(barriers.scan(thread / 32), static_cast<uint32_t>(last));
-  named_barrier(kProducerBarrier, kProducers);
-#pragma unroll
-  for (int warp = 0; warp < kProducers / 32; ++warp)
-    last = max(last, static_cast<int>(shared_u32(barriers.scan(warp))));
-  return (last + kKeys) / kKeys;
-}
-
-template <int kProducers>
-__device__ __forceinline__ void prefetch_queries(const SparseMlaParams& p, const Item& item) {
-  constexpr int kLines = kQkDim * 2 / 128;
-  const auto* q = static_cast<const uint16_t*>(p.q) + item.row * p.q_row_stride + item.head0 * p.q_head_stride;
-  for (int i = threadIdx.x - kConsumers; i < kHeads * kLines; i += kProducers)
-    prefetch_l2(q + i / kLines * p.q_head_stride + i % kLines * 64);
-}
-
 // The entries of a step that this thread looks after: rows row0 + i * kRowsAtOnce of the tile.
 template <int kRows>
 struct StepEntries {
@@ -341,8 +305,8 @@ __device__ __forceinline__ void produce(const SparseMlaParams& p, const KeySplit
     const RowKeys keys = row_keys(p, item.row);
     StepEntries<Source::kRows> next{keys, item, thread / kLanesPerRow, {}};
     next.load(0);
-    prefetch_queries<Source::kProducers>(p, item);
-    const int steps = count_steps<Source::kProducers>(p, keys, item, barriers);
+    prefetch_queries<Source::kProducers>(p, item, thread);
+    const int steps = count_steps<Source::kProducers>(p, keys, item, thread, barriers.scan(0));
     if (thread == 0) {
       mbarrier_wait(barriers.item_empty(count & 1), (count >> 1 & 1) ^ 1);
       set_shared(barriers.steps(count & 1), static_cast<uint32_t>(steps));

@@ -9,26 +9,22 @@
 #include "../device/wgmma.cuh"
 #include "kernels.h"
 #include "mla_record.cuh"
-#include "row_keys.cuh"
+#include "sm90_items.cuh"
 
 namespace sparse_cp_ops {
 namespace sm90 {
 
 // Two consumer warpgroups and one or two that produce. A Hopper SM has 504 registers for three warpgroups, in steps of
 // 8, and 512 for four.
-inline constexpr int kWarpgroup = 128, kConsumers = 2 * kWarpgroup;
+inline constexpr int kConsumers = 2 * kWarpgroup;
 inline constexpr int kConsumerRegisters = 216;
 template <int kProducers>
 inline constexpr int kProducerRegisters = kProducers == kWarpgroup ? 72 : 40;
 
-inline constexpr int kHeads = 64;      // of a block: rows of the query tile
-inline constexpr int kKeys = 64;       // of a step
 inline constexpr int kChunkDims = 64;  // 128 bytes: width of a swizzled tile
 inline constexpr int kLatentChunks = kLatentDim / kChunkDims, kChunks = kQkDim / kChunkDims;
 inline constexpr int kRopeChunk = kLatentChunks;
-inline constexpr uint32_t kChunkBytes = 64 * 128;
 inline constexpr uint32_t kTileBytes = kChunks * kChunkBytes;
-inline constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // Shared memory, bytes from a base that is aligned to 1024.
 inline constexpr uint32_t kQueryOffset = 0;
@@ -56,10 +52,7 @@ struct Barriers {
   __device__ uint32_t scan(int warp) const { return base + 128 + 4 * warp; }   // int: scratch of the producer's warps
   __device__ uint32_t mixed(int tile) const { return base + 120 + 4 * tile; }  // whether its step is a mixed one
 };
-enum NamedBarrier { kConsumerBarrier = 1, kProducerBarrier = 2 };
-
-// Piece `piece` (16 bytes) of row `row` in a swizzled chunk.
-__device__ __forceinline__ uint32_t swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
+inline constexpr int kConsumerBarrier = 1;
 
 // What the four scales of a record turn into. Values: e4m3 * multiplier (two f16) in units of 2^E * m, with a mantissa
 // m of each scale. Factors: m0 / m1, m1 / m2, m2 / m3, which take the sum of products over one scale tile into the unit
@@ -111,25 +104,6 @@ __device__ __forceinline__ uint4 convert_latent(uint2 bytes, uint32_t multiplier
 __device__ __forceinline__ uint4 convert_rope(uint4 x, uint32_t multiplier) {
   return make_uint4(multiply_bf16x2(x.x, multiplier), multiply_bf16x2(x.y, multiplier),
                     multiply_bf16x2(x.z, multiplier), multiply_bf16x2(x.w, multiplier));
-}
-
-// One row's share of a block: 64 heads over one part of the row's list.
-struct Item {
-  int64_t row;
-  int part, head0;
-  int begin, entries;  // of the row's list
-};
-
-__device__ __forceinline__ Item work_item(const SparseMlaParams& p, const KeySplit& split, int64_t number) {
-  const int groups = static_cast<int>(p.heads / kHeads), parts = static_cast<int>(split.parts);
-  const int inner = static_cast<int>(number % (groups * parts));
-  Item item;
-  item.row = number / (groups * parts);
-  item.part = inner / groups;
-  item.head0 = inner % groups * kHeads;
-  item.begin = item.part * static_cast<int>(split.width);
-  item.entries = min(static_cast<int>(split.width), static_cast<int>(p.topk) - item.begin);
-  return item;
 }
 
 }  // namespace sm90

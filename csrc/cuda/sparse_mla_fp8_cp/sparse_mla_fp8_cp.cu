@@ -54,9 +54,12 @@ bool workspace_pays(const SparseMlaParams& p) {
 //   64, 128    others                                                  64 heads a block, keys from a workspace or
 //                                                                      direct
 // A batch-invariant call takes the first or the third line whatever its rows, and both sources of keys give equal bits.
+// precision="fp8" has a kernel of its own for the third line and, as it needs no workspace, for most of the second;
+// where all groups of 32 heads find a multiprocessor, and with 8 to 32 heads, it answers in "high", which is faster
+// there.
 bool few_heads_pay(const SparseMlaParams& p, const DeviceArch& arch) {
   if (p.heads <= kFewHeads || p.batch_invariant) return p.heads <= kFewHeads;
-  return p.rows * (p.heads / kFewHeads) <= arch.multiprocessors || !workspace_pays(p);
+  return p.rows * (p.heads / kFewHeads) <= arch.multiprocessors || (!p.low_precision && !workspace_pays(p));
 }
 
 void check_values(const SparseMlaParams& p, const Tensor& indices, const std::optional<Tensor>& block_table,
@@ -109,6 +112,8 @@ std::tuple<Tensor, Tensor> sparse_mla_fp8_cp(const Tensor& q, const Tensor& kv_c
   }
   if (!hopper) {
     launch_portable(p, split, arch, device_index, stream);
+  } else if (p.low_precision) {
+    launch_sm90_fp8(p, split, arch, device_index, stream);
   } else if (workspace_pays(p)) {
     const auto [tokens, per_request] = workspace_size(p);
     const Tensor rows = new_tensor(kv_cache, {tokens, kWorkspaceRowBytes});
