@@ -1,14 +1,18 @@
-"""MlaAttention under torch.compile: one graph for all lengths and layers, in prefill and in decode."""
+"""MlaAttention under torch.compile: one graph for all lengths and layers, in prefill and in decode, without copies."""
+
+import re
 
 import pytest
 import torch
 from hf_reference import randomise, small_config
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 
 from sparse_cp_ops.config import ParallelismConfig
 from sparse_cp_ops.context_parallel.plan import CpPlan
 from sparse_cp_ops.kv_cache import PagedKvCache
 from sparse_cp_ops.nn import AttentionInputs, MlaAttention, MlaConfig, SparseMlaImpl, get_mla_impl
+from sparse_cp_ops.nn.mla_config import ATTENTION_HEADS
 
 LENGTHS = (70, 71, 2, 33, 64, 65, 130, 3)
 
@@ -94,6 +98,44 @@ def test_layers_share_a_graph(kind: str, device: str) -> None:
     kinds_of_layers = 2 if kind == "glm_moe_dsa" else 1
     # Each kind compiles once for fixed and once for dynamic lengths; the first layer of GLM has no earlier picks.
     assert counter.frame_count <= 2 * kinds_of_layers + 1
+
+
+@pytest.mark.parametrize("is_prefill", [True, False])
+@torch.no_grad()
+def test_nothing_is_copied(is_prefill: bool, device: str) -> None:
+    """Queries, attention's output, values and caches: written by the op that makes them, read by the next one.
+
+    In the generated code no fused kernel, which a copy would be, may touch what these ops read or write.
+    """
+    config = config_of("deepseek_v32", 2)
+    layer, impl = layer_of(config, 1, device).bfloat16(), get_mla_impl(config, ParallelismConfig())
+    assert config.num_heads in ATTENTION_HEADS  # else the added heads of q are zeroed by a fused kernel
+    caches = [PagedKvCache(2, 64, 16, device) for _ in range(2)]
+    plan = prepare(impl, [20] if is_prefill else [1] * 4, [0] if is_prefill else [100] * 4, is_prefill, device)
+    hidden = hidden_states(20 if is_prefill else 4, device).bfloat16()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    (out, picks), codes = run_and_get_code(lambda: compiled(hidden, caches[0], impl, plan))
+    expected, expected_picks = layer(hidden, caches[1], impl, plan)
+
+    (code,) = codes
+    assert not re.search(r"copy_\(|\bclone\(|auto_functionalized", code)
+    fused = re.findall(r"^ +(?:cpp|triton)_\w*fused\w*(?:\.run)?\((.*)\)$", code, re.MULTILINE)
+    assert len(fused) >= 3  # the norms, at least
+    ops = re.findall(r"torch\.ops\.sparse_cp_ops(?:_nn)?\.(\w+)\.default\((.*)\)$", code, re.MULTILINE)
+    counts = {"rope_": 1, "bmm_into": 2, "write_kv_cache": 1, "indexer_topk_ragged_cp": 1, "sparse_mla_fp8_cp": 1}
+    for op, count in counts.items():
+        calls = [arguments for name, arguments in ops if name == op]
+        assert len(calls) == count, op
+        shared = set(tensors_in(calls)) & set(tensors_in(fused))
+        assert not shared, f"{op} shares {shared} with a fused kernel"
+
+    # The norms are fused and round once where eager ones round between steps: picks of close scores may differ.
+    assert (picks == expected_picks).float().mean() > 0.9
+    assert (out - expected).float().norm() <= 0.05 * expected.float().norm()
+
+
+def tensors_in(calls: list[str]) -> list[str]:
+    return re.findall(r"\b(?:buf|arg)\d+(?:_\d+)?\b", " ".join(calls))
 
 
 def test_a_layer_of_the_cache_shares_its_pages() -> None:

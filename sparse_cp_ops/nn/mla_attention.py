@@ -21,6 +21,7 @@ from sparse_cp_ops.context_parallel.collectives import (
 from sparse_cp_ops.context_parallel.plan import CpPlan
 from sparse_cp_ops.kv_cache import PagedKvCache
 from sparse_cp_ops.nn import unquantised
+from sparse_cp_ops.nn.bmm_into import bmm_into
 from sparse_cp_ops.nn.forward_planner import require_supported
 from sparse_cp_ops.nn.indexer import Indexer, as_dtype
 from sparse_cp_ops.nn.mla_config import MlaConfig, kernel_heads
@@ -286,7 +287,7 @@ class MlaAttention(nn.Module):
             buffer[:, count:].zero_()
             own = buffer[:, :count]
         absorbed, rope_part = own.split_with_sizes([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
-        _bmm_into(absorbed.transpose(0, 1), q_nope.transpose(0, 1), heads.w_kc)
+        bmm_into(absorbed.transpose(0, 1), q_nope.transpose(0, 1), heads.w_kc)
         if config.quantise:
             direct.rope_(rope_part, positions, self.cos_sin_cache, True, as_dtype(q_pe, dtype))  # interleaved
         else:
@@ -298,7 +299,7 @@ class MlaAttention(nn.Module):
         w_vc, count, width = heads.w_vc, heads.number, self.mla_config.v_head_dim
         latent = attended if heads.padded == count else attended[:, :count]
         values = w_vc.new_empty((latent.shape[0], count, width))
-        _bmm_into(values.transpose(0, 1), as_dtype(latent, w_vc.dtype).transpose(0, 1), w_vc.mT)
+        bmm_into(values.transpose(0, 1), as_dtype(latent, w_vc.dtype).transpose(0, 1), w_vc.mT)
         values = values.view(values.shape[0], count * width)
         if plan.head_mode != "head_slice":
             projected: Tensor = self.o_proj(values)
@@ -331,11 +332,3 @@ class MlaAttention(nn.Module):
     def _require_inference(self) -> None:
         if self.o_proj.weight.requires_grad:
             raise RuntimeError("MlaAttention is for inference: call it under torch.no_grad() or torch.inference_mode()")
-
-
-def _bmm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """``out[...] = a @ b`` [n, rows, columns], written straight into the strided view where torch can."""
-    if torch.compiler.is_compiling() or out.dtype != a.dtype:
-        out.copy_(torch.bmm(a, b))
-    else:
-        torch.bmm(a, b, out=out)
