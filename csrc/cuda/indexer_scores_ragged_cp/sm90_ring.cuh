@@ -26,18 +26,6 @@ struct Shared {  // aligned to 1024 bytes for the swizzle
   uint64_t full[kStages], empty[kStages];
 };
 
-// As bulk_copy_by_warp, of a box.
-__device__ __forceinline__ void bulk_copy_box_by_warp(uint32_t shared, const CUtensorMap* map, int x, int y, int z,
-                                                      uint32_t barrier) {
-  asm volatile(
-      "{\n.reg .pred chosen;\n"
-      "elect.sync _|chosen, 0xffffffff;\n"
-      "@chosen cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
-      "[%5];\n}" ::"r"(shared),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
-      : "memory");
-}
-
 // A CTA's share of one block.
 struct Segment {
   ScoreBlock block;

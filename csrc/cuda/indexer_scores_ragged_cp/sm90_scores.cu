@@ -1,6 +1,6 @@
 // Hopper indexer scores: FP8 warpgroup products on keys that stream from the paged cache.
 //
-// One persistent CTA a multiprocessor. Four producer warps copy key tiles into a ring, in turns.
+// One persistent CTA a multiprocessor. Four producer warps copy key tiles, a piece of 16 keys each, into a ring.
 // Three consumer warpgroups hold four rows each: tile (64 keys) x (4 rows x heads), then relu, weights and the sum over
 // heads in registers. All three take every tile; if a block has at most four rows, each takes every third tile, and if
 // it has at most two rows of 64 heads, the product is half as wide.
@@ -8,8 +8,6 @@
 // Column n of a product belongs to lanes c = (n / 2) % 4 of each quad: row c and head 2 * (n / 8) + n % 2, so that a
 // lane's columns all belong to one row: no exchange between lanes, one output or list a lane. With two rows a product,
 // lane c has row c % 2 and of its heads the half c / 2.
-#include <algorithm>
-
 #include "../device/chained_launch.cuh"
 #include "../tensor_map.h"
 #include "sm90_ring.cuh"
@@ -20,7 +18,6 @@ namespace sparse_cp_ops {
 namespace {
 
 constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr int kProducers = 4;  // warps
 // Registers a thread: 64 accumulators, 64 weights and addresses; three warpgroups and the producer share 512.
 constexpr int kConsumerRegisters = 160, kProducerRegisters = 32;
 constexpr int kPairRows = 2;
@@ -44,77 +41,55 @@ __device__ __forceinline__ PiecePlace find_piece(const Sm90ScoreTask& task, cons
   return place;
 }
 
-struct KeyPages {
-  CUtensorMap pieces, tiles;  // boxes of a piece and of a tile
-};
-
-// By a converged warp; waits until the stage is empty.
+// Waits until the stage is empty.
 template <int HEADS>
-__device__ __forceinline__ void copy_tile(const KeyPages& pages, const IndexerInputs& in, bool whole,
-                                          const PiecePlace (&places)[kPieces], Shared<HEADS>& shared, int ring_stage,
-                                          uint32_t parity) {
+__device__ __forceinline__ void copy_piece(const CUtensorMap& pages, const IndexerInputs& in, const PiecePlace& place,
+                                           Shared<HEADS>& shared, int ring_stage, uint32_t parity, int piece) {
   mbarrier_wait(shared_address(&shared.empty[ring_stage]), parity);
   Stage& stage = shared.stages[ring_stage];
   const uint32_t full = shared_address(&shared.full[ring_stage]);
-  if (threadIdx.x % 32 == 0) {
-#pragma unroll
-    for (int p = 0; p < kPieces; ++p) stage.positions[p] = places[p].position;
-    mbarrier_expect_bytes(full, kTileKeys * (kIndexDim + 4));
-  }
-  __syncwarp();
-  const uint32_t values = shared_address(shared.keys[ring_stage]), scales = shared_address(stage.scales);
-  const auto there = [&](const PiecePlace& place) { return place.page >= 0 && place.page < in.pages; };
-  const auto scales_at = [&](const PiecePlace& place, int offset) {
-    return in.cache + place.page * in.page_stride + index_scale_offset(in.page_size, offset);
-  };
-  if (whole && there(places[0])) {
-    const int offset = places[0].position & static_cast<int>(in.page_size - 1);
-    bulk_copy_box_by_warp(values, &pages.tiles, 0, offset, places[0].page, full);
-    bulk_copy_by_warp(scales, scales_at(places[0], offset), kTileKeys * 4, full);
-    return;
-  }
-#pragma unroll
-  for (int p = 0; p < kPieces; ++p) {
-    const PiecePlace& place = places[p];
+  stage.positions[piece] = place.position;
+  mbarrier_expect_bytes(full, kPieceKeys * (kIndexDim + 4));
+  const uint32_t values = shared_address(shared.keys[ring_stage] + piece * kPieceKeys * kIndexDim);
+  const uint32_t scales = shared_address(stage.scales + piece * kPieceKeys);
+  if (place.page >= 0 && place.page < in.pages) {
     const int offset = place.position & static_cast<int>(in.page_size - 1);
-    const bool real = there(place);  // a plane behind the last one reads as zeros; NaN scales make the scores NaN
-    bulk_copy_box_by_warp(values + p * kPieceKeys * kIndexDim, &pages.pieces, 0, real ? offset : 0,
-                          real ? place.page : max(static_cast<int>(in.pages), 1), full);
-    bulk_copy_by_warp(scales + p * kPieceKeys * 4,
-                      real ? static_cast<const void*>(scales_at(place, offset)) : kNanScales, kPieceKeys * 4, full);
+    bulk_copy_box(values, &pages, 0, offset, place.page, full);
+    bulk_copy(scales, in.cache + place.page * in.page_stride + index_scale_offset(in.page_size, offset), kPieceKeys * 4,
+              full);
+  } else {  // a plane behind the last one reads as zeros; NaN scales make the scores NaN
+    bulk_copy_box(values, &pages, 0, 0, max(static_cast<int>(in.pages), 1), full);
+    bulk_copy(scales, kNanScales, kPieceKeys * 4, full);
   }
 }
 
-// Each producer warp copies every fourth tile of the ring; its pages are looked up a turn ahead, without which decode
-// waits for the block table.
+// One thread of each producer warp copies one piece of every tile: a single thread could not issue all in time. Pages
+// are looked up kAhead tiles before they are needed, without which decode waits for the block table.
 template <int HEADS>
-__device__ __forceinline__ void produce(const KeyPages& pages, const Sm90ScoreTask& task, Shared<HEADS>& shared,
-                                        int warp) {
+__device__ __forceinline__ void produce(const CUtensorMap& pages, const Sm90ScoreTask& task, Shared<HEADS>& shared,
+                                        int piece) {
+  constexpr int kAhead = 4;
   const IndexerInputs& in = task.in;
-  const bool aligned = task.sweep == Sweep::kAll && in.page_size >= kTileKeys;  // a tile lies in one page
-  int ring_stage = warp, turn = warp;  // turn: tiles until this warp's next one
-  uint32_t parity = 1;                 // an empty ring: the wait for "the phase before" passes
+  int ring_stage = 0;
+  uint32_t parity = 1;  // an empty ring: the wait for "the phase before" passes
   for_each_segment(task, [&](const Segment& segment) {
     // Rows of pads have no keys, so a block that has steps has a real request.
     const int64_t request = in.req_ids[row_of(task.rows, segment.block.slot)];
     const int32_t* table = in.block_table + request * in.table_stride;
-    PiecePlace ahead[kPieces];
-    const auto find = [&](int tile) {
+    const auto find = [&](int tile) { return find_piece(task, segment, table, tile * kPieces + piece); };
+    PiecePlace ahead[kAhead];
 #pragma unroll
-      for (int p = 0; p < kPieces; ++p) ahead[p] = find_piece(task, segment, table, tile * kPieces + p);
-    };
-    int tile = segment.first + turn;
-    find(tile);
-    for (; tile < segment.last; tile += kProducers) {
-      PiecePlace places[kPieces];
+    for (int a = 0; a < kAhead; ++a) ahead[a] = find(segment.first + a);
+    for (int first = segment.first; first < segment.last; first += kAhead) {
 #pragma unroll
-      for (int p = 0; p < kPieces; ++p) places[p] = ahead[p];
-      find(tile + kProducers);
-      copy_tile(pages, in, aligned, places, shared, ring_stage, parity);
-      ring_stage += kProducers;
-      if (ring_stage >= kStages) ring_stage -= kStages, parity ^= 1;
+      for (int a = 0; a < kAhead; ++a) {
+        if (first + a >= segment.last) break;
+        const PiecePlace place = ahead[a];
+        ahead[a] = find(first + a + kAhead);
+        copy_piece(pages, in, place, shared, ring_stage, parity, piece);
+        if (++ring_stage == kStages) ring_stage = 0, parity ^= 1;
+      }
     }
-    turn = tile - segment.last;
   });
 }
 
@@ -278,7 +253,7 @@ __device__ __forceinline__ void consume(const Sm90ScoreTask& task, Shared<HEADS>
 }
 
 template <int HEADS, class Weights, class Sink>
-__global__ __launch_bounds__(kThreads, 1) void sm90_scores_kernel(const __grid_constant__ KeyPages pages,
+__global__ __launch_bounds__(kThreads, 1) void sm90_scores_kernel(const __grid_constant__ CUtensorMap pages,
                                                                   const __grid_constant__ Sm90ScoreTask task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -286,7 +261,7 @@ __global__ __launch_bounds__(kThreads, 1) void sm90_scores_kernel(const __grid_c
   SCO_DECLARE_ACCUMULATORS();
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
-      mbarrier_init(shared_address(&shared.full[s]), 1);                // of the warp that copies the tile
+      mbarrier_init(shared_address(&shared.full[s]), kPieces);          // one arrival a producer warp
       mbarrier_init(shared_address(&shared.empty[s]), kConsumers * 4);  // one arrival a warp
     }
     fence_mbarrier_init();
@@ -295,7 +270,7 @@ __global__ __launch_bounds__(kThreads, 1) void sm90_scores_kernel(const __grid_c
   if (threadIdx.x >= kConsumers * 128) {
     lower_registers<kProducerRegisters>();
     wait_for_earlier_kernels();
-    produce<HEADS>(pages, task, shared, uniform(threadIdx.x / 32) - kConsumers * 4);
+    if (threadIdx.x % 32 == 0) produce<HEADS>(pages, task, shared, threadIdx.x / 32 - kConsumers * 4);
   } else {
     raise_registers<kConsumerRegisters>();
     wait_for_earlier_kernels();
@@ -305,7 +280,7 @@ __global__ __launch_bounds__(kThreads, 1) void sm90_scores_kernel(const __grid_c
 }
 
 template <int HEADS, class Weights, class Sink>
-void launch(const KeyPages& pages, const Sm90ScoreTask& task, int ctas, int32_t device, cudaStream_t stream) {
+void launch(const CUtensorMap& pages, const Sm90ScoreTask& task, int ctas, int32_t device, cudaStream_t stream) {
   constexpr int kBytes = sizeof(Shared<HEADS>);
   allow_shared_bytes<sm90_scores_kernel<HEADS, Weights, Sink>>(device, kBytes);
   launch_chained("Hopper indexer scores", sm90_scores_kernel<HEADS, Weights, Sink>, {ctas, kThreads, kBytes}, device,
@@ -313,7 +288,7 @@ void launch(const KeyPages& pages, const Sm90ScoreTask& task, int ctas, int32_t 
 }
 
 template <int HEADS, class Weights>
-void launch(const KeyPages& pages, const Sm90ScoreTask& task, int ctas, int32_t device, cudaStream_t stream) {
+void launch(const CUtensorMap& pages, const Sm90ScoreTask& task, int ctas, int32_t device, cudaStream_t stream) {
   if (task.scores != nullptr) launch<HEADS, Weights, StoreSink>(pages, task, ctas, device, stream);
   else launch<HEADS, Weights, ListSink>(pages, task, ctas, device, stream);
 }
@@ -323,11 +298,9 @@ void launch(const KeyPages& pages, const Sm90ScoreTask& task, int ctas, int32_t 
 void launch_sm90_scores(const Sm90ScoreTask& task, int ctas, int32_t device, cudaStream_t stream) {
   const IndexerInputs& in = task.in;
   // Without pages the map covers bytes that exist but are never copied: every key lies outside.
-  const auto map = [&](int keys) {
-    return in.pages > 0 ? swizzled_rows_map(in.cache, in.pages, in.page_size, in.page_stride, keys)
-                        : swizzled_rows_map(in.q_fp8, 1, kPieceKeys, kPieceKeys * kIndexDim, kPieceKeys);
-  };
-  const KeyPages pages{map(kPieceKeys), map(static_cast<int>(std::min<int64_t>(in.page_size, kTileKeys)))};
+  const CUtensorMap pages = in.pages > 0
+                                ? swizzled_rows_map(in.cache, in.pages, in.page_size, in.page_stride, kPieceKeys)
+                                : swizzled_rows_map(in.q_fp8, 1, kPieceKeys, kPieceKeys * kIndexDim, kPieceKeys);
   if (in.heads <= 32) {
     if (in.f16) launch<32, WeightsF16<32>>(pages, task, ctas, device, stream);
     else launch<32, WeightsF32<32>>(pages, task, ctas, device, stream);
