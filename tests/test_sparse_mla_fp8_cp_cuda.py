@@ -123,16 +123,17 @@ def test_a_row_does_not_depend_on_the_others(heads: int, scale_kind: str) -> Non
 @pytest.mark.parametrize("heads", [64, 128])
 def test_uniform_and_mixed_steps_in_one_list(heads: int) -> None:
     """Hopper computes each 64 entries by what their scales are: all powers of two, or not. Rows alone and among others
-    take different ways to the keys, and must find the same kind."""
+    take different ways to the keys, and must find the same kind. The softmax is flat: two keys that share nearly all the
+    weight would show the rounding of f16 weights, which the bound for many keys does not cover."""
     q, cache, *_ = slot_case(300, heads, 512)
     cache[32:] = random_mla_cache(32, 64, "fp32").cuda()
     kind = torch.randint(0, 3, (300, 8, 1), device="cuda")  # of a step: no such key, one, all
     upper = (kind == 2) | ((kind == 1) & (torch.arange(64, device="cuda") == 17))
     indices = (torch.randint(0, 2048, (300, 8, 64), device="cuda") + 2048 * upper).int().view(300, 512)
-    assert_matches((q, cache, indices, None, None, None), 0.1352)
-    out, lse = ops.sparse_mla_fp8_cp(q, cache, indices, None, None, None, 0.1352)
+    assert_matches((q, cache, indices, None, None, None), 0.03)
+    out, lse = ops.sparse_mla_fp8_cp(q, cache, indices, None, None, None, 0.03)
     for rows in (slice(7, 8), slice(100, 117)):
-        few = ops.sparse_mla_fp8_cp(q[rows], cache, indices[rows], None, None, None, 0.1352)
+        few = ops.sparse_mla_fp8_cp(q[rows], cache, indices[rows], None, None, None, 0.03)
         assert torch.equal(few[0], out[rows])
         assert torch.equal(few[1], lse[rows])
 
