@@ -123,8 +123,8 @@ def test_a_row_does_not_depend_on_the_others(heads: int, scale_kind: str) -> Non
 @pytest.mark.parametrize("heads", [64, 128])
 def test_uniform_and_mixed_steps_in_one_list(heads: int) -> None:
     """Hopper computes each 64 entries by what their scales are: all powers of two, or not. Rows alone and among others
-    take different ways to the keys, and must find the same kind. The softmax is flat: two keys that share nearly all the
-    weight would show the rounding of f16 weights, which the bound for many keys does not cover."""
+    take different ways to the keys, and must find the same kind. The softmax is flat: two keys that share nearly all
+    the weight would show the rounding of f16 weights, which the bound for many keys does not cover."""
     q, cache, *_ = slot_case(300, heads, 512)
     cache[32:] = random_mla_cache(32, 64, "fp32").cuda()
     kind = torch.randint(0, 3, (300, 8, 1), device="cuda")  # of a step: no such key, one, all
