@@ -9,7 +9,7 @@ STAMP := build/.installed$(subst /,_,$(PY))
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: install demo test lint pytest sanitize bench clean
+.PHONY: install demo test lint pytest sanitize test-mooncake bench clean
 
 install: $(STAMP)
 

@@ -153,6 +153,8 @@ def page_ids(caller: str, pages: Iterable[int]) -> list[int]:
     Raises:
         TypeError: an entry that is no integer; it is named with the caller.
     """
+    if not isinstance(pages, Iterable):
+        raise TypeError(f"{caller}: pages: expected ints, got {type(pages).__name__}")
     ids = []
     for i, page in enumerate(pages):
         try:

@@ -276,6 +276,10 @@ def test_writers_are_made_for_prefill_and_for_the_requests_own_lengths(device: s
         create_cache_writer(store, prefill, [prompts[0][:39], *prompts[1:]], pages)
     with pytest.raises(ValueError, match="got 100 tokens and 1 pages of 16"):
         create_cache_writer(store, prefill, prompts, [[0], [3], []])
+    with pytest.raises(ValueError, match="create_cache_writer: tokens: expected those of 3 requests, got 2"):
+        create_cache_writer(store, prefill, prompts[:2], pages)
+    with pytest.raises(ValueError, match="create_cache_writer: pages: expected those of 3 requests, got 4"):
+        create_cache_writer(store, prefill, prompts, [*pages, []])
 
 
 def test_equal_prompts_in_one_batch_are_stored_once(device: str) -> None:

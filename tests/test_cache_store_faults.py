@@ -421,6 +421,18 @@ def test_a_patient_writer_waits_for_room(backend: FakeBackend) -> None:
     assert_all_room_can_be_had(store)
 
 
+def test_nobody_waits_for_room_that_the_memory_does_not_have(backend: FakeBackend) -> None:
+    store = new_store(backend, pages=3, patience=600.0)
+    assert len(store_pages(store, keys_of(store, 8))) == 3
+    assert store.stats.refused == 5
+    alone = CacheStore(small_cache(), memory_for(small_cache(), 3), patience=600.0)
+    first = keys_of(alone, 8)
+    store_pages(alone, first[:2])
+    writer = alone.writer(first[2:], range(2, 8), first)  # two of three slots stand in front of these pages
+    assert writer is not None
+    assert writer.keys == first[2:3]
+
+
 @pytest.mark.parametrize("busy", ["storing", "reading"])
 def test_closing_never_hangs(backend: FakeBackend, busy: str, caplog: pytest.LogCaptureFixture) -> None:
     other, store = new_store(backend), new_store(backend, timeout=0.1)

@@ -8,13 +8,14 @@ import stat
 from pathlib import Path
 
 import pytest
+import xxhash
 from store_harness import FLUSH_SECONDS, keys_of, memory_for, read_back, small_cache, store_pages
 
 from sparse_cp_ops.__main__ import main
 from sparse_cp_ops.cache_store import CacheStore
 from sparse_cp_ops.cache_store import store as store_module
 from sparse_cp_ops.cache_store.backend import StoreUrl, parse_bytes
-from sparse_cp_ops.cache_store.entry import EntryLayout
+from sparse_cp_ops.cache_store.entry import _FIELDS, HEADER_BYTES, MAGIC, VERSION, EntryLayout
 from sparse_cp_ops.cache_store.file_backend import FileBackend
 
 ENTRY = EntryLayout(small_cache(), "").entry_bytes
@@ -210,7 +211,7 @@ def test_folders_of_others_are_refused(tmp_path: Path) -> None:
 
 
 def test_left_over_files_of_dead_writers_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:
-    dead, alive, young = (tmp_path / "writers" / name for name in ("dead", "alive", "young"))
+    dead, alive, young = (tmp_path / "writers" / (digit * 32) for digit in "dab")
     for folder in (dead, alive, young):
         folder.mkdir(parents=True)
         (folder / "something.page").write_bytes(b"half")
@@ -224,6 +225,46 @@ def test_left_over_files_of_dead_writers_go_and_those_of_living_ones_stay(tmp_pa
         assert not dead.exists()
         assert (alive / "something.page").exists()
         assert (young / "something.page").exists()
+
+
+def test_what_is_nothing_of_ours_in_the_folder_of_writers_stays(tmp_path: Path) -> None:
+    elsewhere, notes, link = (
+        tmp_path / "elsewhere",
+        tmp_path / "store/writers/notes",
+        tmp_path / "store/writers" / ("e" * 32),
+    )
+    for folder in (elsewhere, notes):
+        folder.mkdir(parents=True)
+        (folder / "text").write_text("mine")
+        os.utime(folder, (0, 0))
+    link.symlink_to(elsewhere)
+    store = open_store(tmp_path / "store")
+    keys = keys_of(store, 1)
+    assert store_pages(store, keys) == keys
+    for folder in (elsewhere, notes):
+        assert [path.name for path in folder.iterdir()] == ["text"]
+
+
+@pytest.mark.parametrize("linked", ["entry", "folder", "writers"])
+def test_links_are_not_followed(tmp_path: Path, linked: str) -> None:
+    root, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    store = open_store(root)
+    keys = keys_of(store, 1)
+    store_pages(store, keys)
+    store.close()
+    path = {"entry": path_of(root, keys[0]), "folder": path_of(root, keys[0]).parent, "writers": root / "writers"}[
+        linked
+    ]
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    before = sorted(elsewhere.rglob("*"))
+    again = open_store(root)
+    assert again.match(keys) == (linked == "writers")
+    assert read_back(again, keys) == (linked == "writers")
+    more = keys if linked == "folder" else keys_of(again, 1, seed=1)
+    assert store_pages(again, more) == (more if linked == "entry" else [])
+    assert again.stats.backend_errors == 0
+    assert sorted(elsewhere.rglob("*")) == before
 
 
 def test_inspection_changes_nothing(tmp_path: Path) -> None:
@@ -287,9 +328,37 @@ def test_the_command_shows_models_and_finds_damage(tmp_path: Path, capsys: pytes
         assert message in capsys.readouterr().err
 
 
+def test_the_command_waits_for_no_pipe_and_reads_no_giant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(tmp_path)
+    keys = keys_of(store, 2)
+    store_pages(store, keys)
+    giant = path_of(tmp_path, keys[0])
+    payload = 2**40
+    fields = _FIELDS.pack(MAGIC, VERSION, HEADER_BYTES, payload, keys[0], b"f" * 16, b"c" * 16, 16, 3, 2, 0, b"")
+    giant.write_bytes((fields + xxhash.xxh3_128_digest(fields)).ljust(HEADER_BYTES, b"\0"))
+    os.truncate(giant, HEADER_BYTES + payload)  # a hole: it takes no room
+    (folder := tmp_path / "zz").mkdir()
+    os.mkfifo(folder / "pipe.page")
+    (folder / "loop.page").symlink_to("loop.page")
+    (folder / "link.page").symlink_to(path_of(tmp_path, keys[1]))
+    assert inspect(f"file://{tmp_path}", "--verify") == 1
+    out = capsys.readouterr().out
+    assert "1 entries" in out
+    assert f"damaged: {keys[0].hex()}: it has {HEADER_BYTES + payload} bytes, at most {2**30} are verified" in out
+    assert "damaged: pipe: no regular file" in out
+    assert "damaged: loop: Too many levels of symbolic links" in out
+    assert "damaged: link: Too many levels of symbolic links" in out
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [
+        ("memory://?memory", r"url: expected scheme://place\?name=value, got 'memory://\?memory' \(bad query field"),
+        ("mooncake://host:99999?metadata=x", "url: expected scheme.* got 'mooncake://host:99999.*Port out of range"),
+        ("mooncake://[::1?metadata=x", "url: expected scheme.* got 'mooncake.*Invalid IPv6 URL"),
+        ("file:///folder\tname", r"no control characters and no spaces around it, got 'file:///folder\\tname'"),
+        (" file:///folder", "no control characters and no spaces around it"),
+        ("file:///folder%00name", "expected a folder without %00"),
         ("redis://host", "expected one of memory://, file://, mooncake://, got 'redis://host'"),
         ("/tmp/x", "expected one of memory://"),
         ("memory://?budget=1", "expected options memory, got 'budget'"),
@@ -314,6 +383,8 @@ def test_urls_and_sizes(tmp_path: Path) -> None:
     assert parse_bytes("x", "2KiB") == 2048
     assert parse_bytes("x", "1TiB") == 2**40
     assert StoreUrl.parse("file:///a%20b").path == "/a b"
+    assert os.fsencode(StoreUrl.parse("file:///%ff%C3%BC").path) == b"/\xff\xc3\xbc"
+    assert os.fsencode(StoreUrl.parse("file:///\N{LATIN SMALL LETTER U WITH DIAERESIS}").path) == b"/\xc3\xbc"
     store = CacheStore.open("memory://?memory=1MiB", small_cache())
     assert not store.shared
     assert len(store.memory) == 2**20 // ENTRY
@@ -322,6 +393,10 @@ def test_urls_and_sizes(tmp_path: Path) -> None:
         CacheStore.open(tmp_path, small_cache())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="cache: expected a PagedKvCache"):
         CacheStore.open("memory://", None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"CacheStore\.open: model: expected str, got int"):
+        CacheStore.open("memory://", small_cache(), 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="model: expected text that UTF-8 can hold, got "):
+        CacheStore(small_cache(), memory_for(small_cache(), 1), "\udc80")
     for seconds in (-1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"timeout: expected 0 to .* s, got {seconds}"):
             CacheStore(small_cache(), memory_for(small_cache(), 1), timeout=seconds)

@@ -36,6 +36,15 @@ def test_keys_are_chained_over_full_pages() -> None:
     assert page_keys([], PAGE) == []
 
 
+def test_what_gives_no_keys_is_named() -> None:
+    with pytest.raises(TypeError, match=r"tokens: expected integers of at most 64 bits, got torch\.bfloat16"):
+        page_keys(torch.ones(PAGE, dtype=torch.bfloat16), PAGE)
+    with pytest.raises(TypeError, match="page_keys: fingerprint: expected bytes, got bytearray"):
+        page_keys([1] * PAGE, PAGE, bytearray(b"model"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="PrefixCache: fingerprint: expected bytes, got str"):
+        PrefixCache(1, PAGE, "model")  # type: ignore[arg-type]
+
+
 def test_ids_beyond_int64_are_refused() -> None:
     unsigned = torch.tensor([*range(PAGE)], dtype=torch.uint64)
     assert page_keys(unsigned, PAGE) == page_keys([*range(PAGE)], PAGE)
@@ -149,6 +158,8 @@ def test_misuse_is_refused_and_changes_nothing() -> None:
         cache.release([*pages, 3])
     with pytest.raises(ValueError, match="pages that are held, got 9"):
         cache.insert(tokens((1, PAGE)), [9])
+    with pytest.raises(TypeError, match=r"PrefixCache\.release: pages: expected ints, got int"):
+        cache.release(pages[0])  # type: ignore[arg-type]
     cache.release(pages)
     with pytest.raises(ValueError, match="pages that are held"):
         cache.release(pages[:1])

@@ -122,6 +122,11 @@ def test_without_room_or_store_it_is_match_prefix() -> None:
     assert restore_prefixes(alone, None, [long, long]) == [[], []]
     with pytest.raises(ValueError, match="expected the fingerprint of the store"):
         restore_prefixes(alone, store, [long])
+    for page_size in (PAGE // 2, 2 * PAGE):  # pages of other tokens than their keys say
+        other = PrefixCache(8, page_size, store.fingerprint)
+        with pytest.raises(ValueError, match=f"expected the store's {PAGE} tokens a page, got {page_size}"):
+            restore_prefixes(other, store, [long])
+        assert other.available == 8
 
 
 def test_an_error_leaves_nothing_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,3 +168,7 @@ def test_a_model_reuses_what_another_one_has_stored(tmp_path: Path, device: str)
     assert stranger.prefill([long])[0][0].prefix_hit == 0
     with pytest.raises(ValueError, match="store_url: expected None with quantise=False"):
         SparseCpModel(model, store_url=url, quantise=False, **sizes)
+    with pytest.raises(
+        ValueError, match="model_id: expected the name and version of the weights beside store_url, got ''"
+    ):
+        SparseCpModel(model, store_url=url, **sizes)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote_to_bytes, urlsplit
 
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -21,6 +22,7 @@ class StoredEntry:
     name: str
     size: int
     header: bytes  # its first bytes, at most HEADER_BYTES
+    problem: str | None = None  # why they can't be read
 
 
 class Backend(Protocol):
@@ -84,14 +86,25 @@ class StoreUrl:
         """
         if not isinstance(url, str):
             raise TypeError(f"CacheStore.open: url: expected str, got {type(url).__name__}")
-        place = urlsplit(url)
+        # urlsplit leaves such characters out, and the URL would be that of another folder.
+        if url != url.strip() or any(character < " " for character in url):
+            raise ValueError(
+                f"CacheStore.open: url: expected no control characters and no spaces around it, got {url!r}"
+            )
+        try:
+            place = urlsplit(url)
+            pairs = parse_qsl(place.query, keep_blank_values=True, strict_parsing=bool(place.query))
+            _ = place.port
+        except ValueError as error:
+            raise ValueError(
+                f"CacheStore.open: url: expected scheme://place?name=value, got {url!r} ({error})"
+            ) from None
         if place.scheme not in OPTIONS:
             raise ValueError(
                 f"CacheStore.open: url: expected one of {', '.join(f'{name}://' for name in OPTIONS)}, got {url!r}"
             )
         if place.fragment or (place.scheme == "memory" and (place.netloc or place.path)):
             raise ValueError(f"CacheStore.open: url: expected options behind ?, and # in a folder as %23, got {url!r}")
-        pairs = parse_qsl(place.query, keep_blank_values=True, strict_parsing=bool(place.query))
         options = dict(pairs)
         known = OPTIONS[place.scheme]
         for name, _ in pairs:
@@ -110,7 +123,10 @@ class StoreUrl:
         """The folder of a ``file://`` URL."""
         if self.place.netloc or not self.place.path.startswith("/"):
             raise ValueError(f"CacheStore.open: url: expected file:///absolute/folder, got {self.place.geturl()!r}")
-        return unquote(self.place.path)
+        folder = unquote_to_bytes(os.fsencode(self.place.path))  # names of folders need not be UTF-8
+        if b"\0" in folder:
+            raise ValueError(f"CacheStore.open: url: expected a folder without %00, got {self.place.geturl()!r}")
+        return os.fsdecode(folder)
 
 
 OPTIONS: dict[str, tuple[str, ...]] = {

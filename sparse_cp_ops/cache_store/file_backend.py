@@ -8,9 +8,11 @@ that shrinks, or whose disk fails, would end the process with SIGBUS instead of 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
+import re
 import shutil
 import stat
 import time
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 _SUFFIX = ".page"
 # A writer's folder gets its lock right after it is made; one that has none after this time belongs to a dead process.
 _STALE_SECONDS = 60.0
+_WRITER = re.compile("[0-9a-f]{32}")  # anything else in the folder of writers is nothing of ours
 
 
 class FileBackend:
@@ -115,12 +118,14 @@ class FileBackend:
     def entries(self) -> Iterator[StoredEntry]:
         """All files, with the beginning of each."""
         for _, size, path in sorted(self._scan(), key=lambda file: file[2]):
+            header, problem = b"", None
             try:
-                with open(path, "rb") as file:
-                    header = file.read(HEADER_BYTES)
+                header = _beginning(path)
             except FileNotFoundError:
                 continue  # evicted meanwhile
-            yield StoredEntry(path.stem, size, header)
+            except OSError as error:
+                problem = error.strerror or str(error)
+            yield StoredEntry(path.stem, size, header, problem)
 
     def close(self) -> None:
         """Remove this process's temporary files."""
@@ -135,12 +140,14 @@ class FileBackend:
 
     def _length(self, path: Path) -> int | None:
         try:
+            _refuse_link(path.parent)
             status = path.lstat()
         except (FileNotFoundError, NotADirectoryError):
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def _read(self, path: Path, content: memoryview) -> bool:
+        _refuse_link(path.parent)
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -166,6 +173,7 @@ class FileBackend:
             return
         self._make_room(len(content))
         self._make_folder(self._root)  # somebody may have emptied or removed it
+        _refuse_link(path.parent)
         self._make_folder(path.parent)
         temporary = self._writer_folder() / path.name
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -194,6 +202,7 @@ class FileBackend:
             self.close()
         if self._own_folder is None:
             writers = self._root / "writers"
+            _refuse_link(writers)
             self._make_folder(writers)
             _remove_left_over(writers)
             folder = writers / uuid.uuid4().hex
@@ -209,13 +218,14 @@ class FileBackend:
         for folder in os.scandir(self._root):
             if len(folder.name) != 2 or not folder.is_dir(follow_symlinks=False):
                 continue
-            for file in os.scandir(folder.path):
-                if file.name.endswith(_SUFFIX):
-                    with contextlib.suppress(FileNotFoundError):
-                        status = file.stat(follow_symlinks=False)
-                        if stat.S_ISDIR(status.st_mode):
-                            continue  # nothing of ours, and it can't be unlinked
-                        files.append((status.st_mtime_ns, status.st_size, Path(file.path)))
+            with contextlib.suppress(FileNotFoundError):  # somebody removes the folder
+                for file in os.scandir(folder.path):
+                    if file.name.endswith(_SUFFIX):
+                        with contextlib.suppress(FileNotFoundError):
+                            status = file.stat(follow_symlinks=False)
+                            if stat.S_ISDIR(status.st_mode):
+                                continue  # nothing of ours, and it can't be unlinked
+                            files.append((status.st_mtime_ns, status.st_size, Path(file.path)))
         return files
 
     def _make_room(self, nbytes: int) -> None:
@@ -241,6 +251,23 @@ class FileBackend:
         self._used += nbytes
 
 
+def _refuse_link(folder: Path) -> None:
+    """A link in the place of one of the store's folders leads to files that are not the store's."""
+    if folder.is_symlink():
+        raise NotADirectoryError(errno.ENOTDIR, "expected a folder, got a link", str(folder))
+
+
+def _beginning(path: Path) -> bytes:
+    """As many bytes as a header has, of a regular file: a pipe would wait for a writer for ever."""
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "no regular file", str(path))
+        return os.pread(file, HEADER_BYTES, 0)
+    finally:
+        os.close(file)
+
+
 def _used_now(file: Path | int) -> None:
     """By the clock of the process: that of the file system ticks so rarely that many files would get the same time."""
     now = time.time_ns()
@@ -258,6 +285,8 @@ def _sync_folder(folder: Path) -> None:
 def _remove_left_over(writers: Path) -> None:
     """Temporary files of processes that were killed: nobody holds the lock of their folder any more."""
     for folder in writers.iterdir():
+        if not _WRITER.fullmatch(folder.name) or folder.is_symlink():
+            continue
         with contextlib.suppress(OSError):  # somebody else removes it, or its process lives
             if time.time() - folder.stat().st_mtime < _STALE_SECONDS:
                 continue

@@ -148,8 +148,9 @@ class Lease:
         return found
 
     def take(self, count: int, patience: float = 0.0, for_copies_only: bool = False) -> list[int]:
-        """:meth:`HostMemory.take`."""
-        return self.adopt(self._memory.take(count, patience, for_copies_only))
+        """:meth:`HostMemory.take`, without waiting for slots that can't come: those that this call uses itself."""
+        possible = len(self._memory) - len(self._slots)
+        return self.adopt(self._memory.take(min(count, possible), patience, for_copies_only))
 
     def adopt(self, slots: list[int]) -> list[int]:
         """Slots that somebody else has used so far."""

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from sparse_cp_ops.cache_store.backend import Backend, BackendError, StoreUrl, open_backend
 from sparse_cp_ops.cache_store.entry import HEADER_BYTES, Header, damage, parse_header
 
+_LONGEST_BYTES = 2**30  # of an entry that is read as a whole: a hundred times one of DeepSeek-V3.2
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the cache command."""
@@ -42,7 +44,11 @@ def _report(url: StoreUrl, backend: Backend, verify: bool) -> int:
     readers: dict[int, Backend | None] = {}  # one for each length of entries
     for entry in backend.entries():
         header = parse_header(entry.header)
-        problem = header if isinstance(header, str) else _contradiction(header, entry.name, entry.size)
+        problem = entry.problem
+        if problem is None:
+            problem = header if isinstance(header, str) else _contradiction(header, entry.name, entry.size)
+        if problem is None and verify and entry.size > _LONGEST_BYTES:
+            problem = f"it has {entry.size} bytes, at most {_LONGEST_BYTES} are verified"
         if problem is None and verify and not isinstance(header, str):
             if entry.size not in readers:
                 readers[entry.size] = open_backend(url, entry.size)

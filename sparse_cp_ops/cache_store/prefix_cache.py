@@ -33,10 +33,12 @@ def page_keys(tokens: Tokens, page_size: int, fingerprint: bytes = b"") -> list[
         128-bit keys (blake2b), ``len(tokens) // page_size`` of them.
 
     Raises:
-        TypeError: token ids that are no integers: rounded ones would find the pages of other tokens.
+        TypeError: token ids that are no integers: rounded ones would find the pages of other tokens; a fingerprint
+            that is no bytes.
         ValueError: more than one dimension, an id beyond int64, or a page size below 1.
     """
     require_ints("page_keys", page_size=page_size)
+    _require_fingerprint("page_keys", fingerprint)
     if page_size < 1:
         raise ValueError(f"page_keys: page_size: expected at least 1, got {page_size}")
     ids = _token_ids(tokens)
@@ -52,7 +54,14 @@ def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
+def _require_fingerprint(caller: str, fingerprint: bytes) -> None:
+    if not isinstance(fingerprint, bytes):  # another type with the same bytes would give other keys
+        raise TypeError(f"{caller}: fingerprint: expected bytes, got {type(fingerprint).__name__}")
+
+
 def _token_ids(tokens: Tokens) -> NDArray[np.int64]:
+    if isinstance(tokens, Tensor) and (tokens.is_floating_point() or tokens.is_complex()):
+        raise TypeError(f"tokens: expected integers of at most 64 bits, got {tokens.dtype}")  # numpy lacks some of them
     given = np.asarray(tokens.detach().cpu() if isinstance(tokens, Tensor) else tokens)
     if given.ndim != 1:
         raise ValueError(f"tokens: expected 1 dimension, got {given.ndim} (shape {list(given.shape)})")
@@ -83,10 +92,11 @@ class PrefixCache:
             fingerprint: of the model and of the cache's layout, so that keys of different models never meet.
 
         Raises:
-            TypeError: a number that is no int.
+            TypeError: a number that is no int, a fingerprint that is no bytes.
             ValueError: fewer than 0 pages or a page without tokens.
         """
         require_ints("PrefixCache", num_pages=num_pages, page_size=page_size)
+        _require_fingerprint("PrefixCache", fingerprint)
         if num_pages < 0:
             raise ValueError(f"PrefixCache: num_pages: expected at least 0, got {num_pages}")
         if page_size < 1:

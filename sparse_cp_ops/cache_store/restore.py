@@ -38,7 +38,8 @@ def restore_prefixes(
         Pages of each prompt, held by the caller until :meth:`PrefixCache.release`; restored ones are offered already.
 
     Raises:
-        ValueError: prefix cache and store have different fingerprints, or some ranks have a store and others do not.
+        ValueError: prefix cache and store have different fingerprints or page sizes, or some ranks have a store and
+            others do not.
         RuntimeError: another rank has failed, or the store is closed.
     """
     ranks = group or CpGroup()
@@ -59,6 +60,11 @@ def restore_prefixes(
             raise ValueError(
                 "restore_prefixes: prefix_cache: expected the fingerprint of the store (PrefixCache(..., "
                 "fingerprint=store.fingerprint)), got another one"
+            )
+        if store is not None and store.cache.page_size != prefix_cache.page_size:
+            raise ValueError(
+                f"restore_prefixes: prefix_cache: expected the store's {store.cache.page_size} tokens a page, got "
+                f"{prefix_cache.page_size}"
             )
         # First of all prompts: where a rank fails behind this, the prefix caches of all ranks have decided the same.
         for prompt in prompts:

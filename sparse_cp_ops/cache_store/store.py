@@ -87,6 +87,7 @@ class CacheStore:
         """
         if not isinstance(cache, PagedKvCache):
             raise TypeError(f"CacheStore: cache: expected a PagedKvCache, got {type(cache).__name__}")
+        _require_model("CacheStore", model)
         require_ints("CacheStore", budget_bytes=budget_bytes)
         require_seconds("CacheStore", timeout=timeout, patience=patience)
         self.cache = cache
@@ -133,6 +134,7 @@ class CacheStore:
         parts = StoreUrl.parse(url)
         if not isinstance(cache, PagedKvCache):
             raise TypeError(f"CacheStore.open: cache: expected a PagedKvCache, got {type(cache).__name__}")
+        _require_model("CacheStore.open", model)
         backend = open_backend(parts, EntryLayout(cache, model).entry_bytes)
         return cls(cache, parts.size("memory", "1GiB"), model, backend, timeout=timeout, patience=patience)
 
@@ -400,3 +402,12 @@ class CacheStore:
     def _require_open(self, method: str) -> None:
         if self._closed:
             raise RuntimeError(f"CacheStore.{method}: the store is closed")
+
+
+def _require_model(caller: str, model: str) -> None:
+    if not isinstance(model, str):
+        raise TypeError(f"{caller}: model: expected str, got {type(model).__name__}")
+    try:
+        model.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{caller}: model: expected text that UTF-8 can hold, got {model!r}") from None

@@ -124,6 +124,11 @@ def create_cache_writer(
     if store is None or not inputs.is_prefill:
         return None
     group = group or CpGroup()
+    for name, given in (("tokens", tokens), ("pages", pages)):
+        if len(given) != len(inputs.new_lens):
+            raise ValueError(
+                f"create_cache_writer: {name}: expected those of {len(inputs.new_lens)} requests, got {len(given)}"
+            )
     page_size = store.cache.page_size
     keys: list[bytes] = []
     page_ids: list[int] = []

@@ -132,12 +132,14 @@ class SparseCpModel:
             num_pages: pages of the cache, shared by running requests and kept prefixes.
             page_size: tokens a page.
             store_url: a store for the pages of prefills, see :meth:`CacheStore.open`; None = none.
-            model_id: tells the pages of this model from those of others in a store: name and version of the weights.
+            model_id: tells the pages of this model from those of others in a store: name and version of the weights;
+                not empty with ``store_url``.
             config_overrides: other fields of :class:`MlaConfig`, for example ``quantise=False`` or ``precision="f16"``.
 
         Raises:
             TypeError: another kind of model.
-            ValueError: a model on several devices, or dimensions or modes that are not supported.
+            ValueError: a model on several devices, dimensions or modes that are not supported, or a store without a
+                ``model_id``.
         """
         if not isinstance(model, (DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM)):
             raise TypeError(
@@ -170,6 +172,11 @@ class SparseCpModel:
         if store_url is not None:
             if not isinstance(self.cache, PagedKvCache):
                 raise ValueError("SparseCpModel: store_url: expected None with quantise=False, got a store")
+            if not isinstance(model_id, str) or not model_id:  # else models of the same layout would share pages
+                raise ValueError(
+                    "SparseCpModel: model_id: expected the name and version of the weights beside store_url, "
+                    f"got {model_id!r}"
+                )
             # Both modes of the indexer write the same records; the scales' format is in them.
             self.store = CacheStore.open(store_url, self.cache, f"{model_id} {self.config.scale_format}")
             fingerprint = self.store.fingerprint
