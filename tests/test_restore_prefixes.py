@@ -166,6 +166,9 @@ def test_a_model_reuses_what_another_one_has_stored(tmp_path: Path, device: str)
     torch.testing.assert_close(again, expected, rtol=0, atol=1e-9)
     stranger = SparseCpModel(model, store_url=url, model_id="other weights", **sizes)
     assert stranger.prefill([long])[0][0].prefix_hit == 0
+    for override in ({"rope_theta": 20000.0}, {"softmax_scale": 0.5}, {"index_topk": 128}):  # other bytes
+        altered = SparseCpModel(model, store_url=url, model_id="m", **sizes, **override)
+        assert altered.prefill([long])[0][0].prefix_hit == 0
     with pytest.raises(ValueError, match="store_url: expected None with quantise=False"):
         SparseCpModel(model, store_url=url, quantise=False, **sizes)
     with pytest.raises(

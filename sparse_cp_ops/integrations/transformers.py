@@ -177,8 +177,7 @@ class SparseCpModel:
                     "SparseCpModel: model_id: expected the name and version of the weights beside store_url, "
                     f"got {model_id!r}"
                 )
-            # Both modes of the indexer write the same records; the scales' format is in them.
-            self.store = CacheStore.open(store_url, self.cache, f"{model_id} {self.config.scale_format}")
+            self.store = CacheStore.open(store_url, self.cache, f"{model_id} {_numerics(self.config)}")
             fingerprint = self.store.fingerprint
         self.prefix_cache = PrefixCache(num_pages, page_size, fingerprint)
 
@@ -344,6 +343,12 @@ class SparseCpModel:
                 self.prefix_cache.release(pages)
             raise
         return added
+
+
+def _numerics(config: MlaConfig) -> str:
+    """What the records depend on besides the weights: overrides may change it. The fast modes write the same ones."""
+    names = ("index_topk", "softmax_scale", "rope_theta", "yarn", "indexer_interleaved", "rms_norm_eps")
+    return " ".join([config.scale_format, *(f"{name}={getattr(config, name)}" for name in names)])
 
 
 def _share_weights(
