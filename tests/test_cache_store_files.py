@@ -1,6 +1,8 @@
 """file:// in one process: permissions, budget, damage. What killed processes leave is in test_store_stress.py."""
 
+import contextlib
 import fcntl
+import io
 import logging
 import os
 import shutil
@@ -326,6 +328,16 @@ def test_the_command_shows_models_and_finds_damage(tmp_path: Path, capsys: pytes
     ):
         assert inspect(url) == 2
         assert message in capsys.readouterr().err
+
+
+def test_names_that_the_terminal_cannot_show(tmp_path: Path) -> None:
+    store = open_store(tmp_path, model="Mod\N{LATIN SMALL LETTER E WITH GRAVE}le")
+    store_pages(store, keys_of(store, 1))
+    terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
+    with contextlib.redirect_stdout(terminal):
+        assert inspect(f"file://{tmp_path}") == 0
+    terminal.seek(0)
+    assert "Mod?le" in terminal.read()
 
 
 def test_the_command_waits_for_no_pipe_and_reads_no_giant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,8 +92,10 @@ def _contradiction(header: Header, name: str, size: int) -> str | None:
 
 
 def _printable(text: str) -> str:
-    """Text from a store may hold anything, also what a terminal would obey."""
-    return "".join(character if character.isprintable() else "?" for character in text)
+    """Text from a store may hold anything, also what a terminal would obey or what it can't show."""
+    encoding = sys.stdout.encoding or "utf-8"
+    shown = "".join(character if character.isprintable() else "?" for character in text)
+    return shown.encode(encoding, "replace").decode(encoding)
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
