@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+EXIT_SECONDS = 2.0  # that a call may take to end when the interpreter does
 
 T = TypeVar("T")
 _Job = tuple[Callable[[], Any], "Future[Any]"]
@@ -21,8 +25,11 @@ class IoThread:
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True).start()
+        thread = threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True)
         self.stop = weakref.finalize(self, self._jobs.put, None)
+        _live.add(self)
+        _threads.add(thread)
+        thread.start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Run a call after those before it."""
@@ -40,3 +47,17 @@ def _run(jobs: queue.SimpleQueue[_Job | None]) -> None:
             except BaseException as error:
                 future.set_exception(error)
         del job, call, future  # what a call refers to is not kept until the next one
+
+
+_live: weakref.WeakSet[IoThread] = weakref.WeakSet()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Let threads end before the interpreter does: one that comes back from C++ behind it aborts the process."""
+    deadline = time.monotonic() + EXIT_SECONDS
+    for live in list(_live):
+        live.stop()
+    for thread in list(_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
