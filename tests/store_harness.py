@@ -167,3 +167,9 @@ class FakeBackend:
     def close(self) -> None:
         self._pass()
         self.closed = True
+
+
+def new_store(backend: FakeBackend, pages: int = 8, device: str = "cpu", **options: float) -> CacheStore:
+    """A store of `pages` pages over a fresh small cache of 8 and the backend."""
+    cache = small_cache(8, device)
+    return CacheStore(cache, memory_for(cache, pages), "", backend, **{"timeout": FLUSH_SECONDS, **options})

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from store_harness import (
     FLUSH_SECONDS,
     LAYERS,
@@ -17,13 +16,11 @@ from store_harness import (
     content_of,
     fill,
     keys_of,
-    memory_for,
+    new_store,
     read_back,
     small_cache,
     store_pages,
-    untouched,
     wait_until,
-    wipe,
     write_pages,
 )
 
@@ -43,11 +40,6 @@ def backend() -> Iterator[FakeBackend]:
     yield fake
     fake.open_gate.set()
     fake.put_gate.set()
-
-
-def new_store(backend: FakeBackend, pages: int = 8, device: str = "cpu", **options: float) -> CacheStore:
-    cache = small_cache(8, device)
-    return CacheStore(cache, memory_for(cache, pages), "", backend, **{"timeout": FLUSH_SECONDS, **options})
 
 
 def test_another_process_finds_what_was_acknowledged(device: str, backend: FakeBackend) -> None:
@@ -421,18 +413,6 @@ def test_a_patient_writer_waits_for_room(backend: FakeBackend) -> None:
     assert_all_room_can_be_had(store)
 
 
-def test_nobody_waits_for_room_that_the_memory_does_not_have(backend: FakeBackend) -> None:
-    store = new_store(backend, pages=3, patience=600.0)
-    assert len(store_pages(store, keys_of(store, 8))) == 3
-    assert store.stats.refused == 5
-    alone = CacheStore(small_cache(), memory_for(small_cache(), 3), patience=600.0)
-    first = keys_of(alone, 8)
-    store_pages(alone, first[:2])
-    writer = alone.writer(first[2:], range(2, 8), first)  # two of three slots stand in front of these pages
-    assert writer is not None
-    assert writer.keys == first[2:3]
-
-
 @pytest.mark.parametrize("busy", ["storing", "reading"])
 def test_closing_never_hangs(backend: FakeBackend, busy: str, caplog: pytest.LogCaptureFixture) -> None:
     other, store = new_store(backend), new_store(backend, timeout=0.1)
@@ -496,20 +476,3 @@ def test_a_store_that_is_dropped_unclosed_ends_its_threads(backend: FakeBackend)
     del store
     gc.collect()
     wait_until(lambda: not any(thread.is_alive() for thread in own))
-
-
-def test_incomplete_layers_never_reach_the_backend(backend: FakeBackend) -> None:
-    store = new_store(backend)
-    keys = keys_of(store, 2)
-    fill(store.cache, keys, range(2))
-    writer = store.writer(keys, range(2))
-    assert writer is not None
-    writer.write_layer(0)
-    writer.write_layer(2)
-    writer.finish()
-    assert store.flush()
-    assert not backend.content
-    wipe(store.cache)
-    assert store.read(keys, range(2)) == 0
-    assert untouched(store.cache, 0)
-    assert not torch.is_inference(store.memory.slots)

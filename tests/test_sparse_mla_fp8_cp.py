@@ -58,9 +58,9 @@ def test_unusable_entries_are_skipped(device: str) -> None:
     check(hostile, device)
 
 
-def test_hostile_tables_and_rows(device: str) -> None:
+def hostile_case(heads: int) -> AttentionCase:
     """Entries without a page, pages outside the cache, a table that is too narrow, request ids outside [0, B)."""
-    case = random_case([(row % 2, 300, 128) for row in range(12)], width=128, page_size=16)
+    case = random_case([(row % 2, 300, 128) for row in range(12)], heads, width=128, page_size=16)
     assert case.block_table is not None
     assert case.req_ids is not None
     assert case.kv_lens is not None
@@ -70,6 +70,11 @@ def test_hostile_tables_and_rows(device: str) -> None:
     case.kv_lens[3:6] = torch.tensor([INT_MAX, INT_MIN, -1], dtype=torch.int32)
     case.indices[3, :64] = torch.randint(0, INT_MAX, (64,), dtype=torch.int32)
     case.req_ids[6:10] = torch.tensor([-1, 2, INT_MIN, INT_MAX], dtype=torch.int32)
+    return case
+
+
+def test_hostile_tables_and_rows(device: str) -> None:
+    case = hostile_case(heads=8)
     out, lse = ops.sparse_mla_fp8_cp(*case.to(device).tensors, SCALE)
     assert lse[6:10].isneginf().all()
     assert lse[[0, 1, 2, 3, 10, 11]].isfinite().all()

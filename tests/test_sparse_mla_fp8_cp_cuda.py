@@ -208,8 +208,9 @@ def test_strided_arguments_are_read_in_place() -> None:
         assert_matches(arguments, 0.1352)
 
 
+@pytest.mark.parametrize("precision", ["high", "fp8"])
 @pytest.mark.parametrize("batch_invariant", [True, False])
-def test_graph_replays_with_other_lengths_and_no_sync(batch_invariant: bool) -> None:
+def test_graph_replays_with_other_lengths_and_no_sync(batch_invariant: bool, precision: str) -> None:
     lengths = [2000, 900]
     cache = random_mla_cache(num_pages(lengths, 64), 64).cuda()
     table = random_block_table(lengths, 64).cuda()
@@ -219,7 +220,7 @@ def test_graph_replays_with_other_lengths_and_no_sync(batch_invariant: bool) -> 
     q = torch.randn(3, 128, 576, device="cuda").bfloat16()
 
     def call() -> tuple[Tensor, Tensor]:
-        return ops.sparse_mla_fp8_cp(q, cache, indices, table, req_ids, kv_lens, 0.1352, "high", batch_invariant)
+        return ops.sparse_mla_fp8_cp(q, cache, indices, table, req_ids, kv_lens, 0.1352, precision, batch_invariant)
 
     call()
     torch.cuda.synchronize()
