@@ -8,7 +8,7 @@
 namespace sparse_cp_ops {
 
 inline constexpr int kConsumers = 3;  // warpgroups
-inline constexpr int kStages = 15;    // as many as fit; 4 and 8 took the same time
+inline constexpr int kStages = 8;
 inline constexpr int kPieces = kTileKeys / kPieceKeys;
 inline constexpr int kLaneKeyDistance = 8;  // a lane's two keys of a product
 inline constexpr int kTileBytes = kTileKeys * kIndexDim;
@@ -84,14 +84,9 @@ struct KeyRing {
   uint32_t parity = 0;
 
   __device__ __forceinline__ void wait() const { mbarrier_wait(shared_address(&shared.full[stage]), parity); }
-  // The warpgroup that a tile is for alone releases it for all of them.
-  template <bool SHARED_TILE>
   __device__ __forceinline__ void release() const {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-#pragma unroll
-      for (int i = 0; i < (SHARED_TILE ? 1 : kConsumers); ++i) mbarrier_arrive(shared_address(&shared.empty[stage]));
-    }
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.empty[stage]));
   }
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) stage = 0, parity ^= 1;
@@ -100,9 +95,9 @@ struct KeyRing {
     stage = uniform(stage);
     parity = uniform(parity);
   }
-  __device__ __forceinline__ void skip_shared() {
+  __device__ __forceinline__ void skip() {
     wait();
-    release<true>();
+    release();
     advance();
   }
   __device__ __forceinline__ uint64_t operand() const { return swizzled_tile(shared_address(shared.keys[stage])); }

@@ -128,7 +128,7 @@ __device__ __forceinline__ void replace_queries(const Sm90ScoreTask& task, uint8
 }
 
 // The products of the tile at the ring's place, one after the other; the tile is released.
-template <bool SHARED_TILE, class Weights, int HEADS>
+template <class Weights, int HEADS>
 __device__ __forceinline__ TileFacts score_tile(const KeyRing<HEADS>& ring, uint64_t queries, Weights& weights) {
   TileFacts facts;
   unrolled<Weights::kProducts>([&](auto product) {
@@ -137,7 +137,7 @@ __device__ __forceinline__ TileFacts score_tile(const KeyRing<HEADS>& ring, uint
     Weights::template multiply<kProduct>(ring.operand(), queries);
     if constexpr (kLast) facts = ring.facts();
     wgmma_wait<0>();
-    if constexpr (kLast) ring.template release<SHARED_TILE>();
+    if constexpr (kLast) ring.release();
     weights.template add<kProduct>();
   });
   return facts;
@@ -156,7 +156,7 @@ __device__ __forceinline__ void score_shared_tiles(KeyRing<HEADS>& ring, uint64_
     Weights::template multiply<0>(ring.operand(), queries);
     for (int tile = first; tile < last; ++tile) {
       wgmma_wait<0>();
-      ring.template release<true>();
+      ring.release();
       ring.advance();
       if (tile + 1 < last) ring.wait();
       const TileFacts next = ring.facts();
@@ -170,7 +170,7 @@ __device__ __forceinline__ void score_shared_tiles(KeyRing<HEADS>& ring, uint64_
   } else {
     for (int tile = first; tile < last; ++tile) {
       ring.wait();
-      put(tile, score_tile<true>(ring, queries, weights));
+      put(tile, score_tile(ring, queries, weights));
       ring.advance();
     }
   }
@@ -181,10 +181,12 @@ template <class Weights, int HEADS, class Put>
 __device__ __forceinline__ void score_own_tiles(KeyRing<HEADS>& ring, uint64_t queries, Weights& weights, int group,
                                                 int first, int last, const Put& put) {
   for (int tile = first; tile < last; ++tile) {
-    if ((tile - first) % kConsumers == group) {
-      ring.wait();
-      put(tile, score_tile<false>(ring, queries, weights));
+    if ((tile - first) % kConsumers != group) {
+      ring.skip();
+      continue;
     }
+    ring.wait();
+    put(tile, score_tile(ring, queries, weights));
     ring.advance();
   }
 }
@@ -201,7 +203,7 @@ __device__ __forceinline__ void consume(const Sm90ScoreTask& task, Shared<HEADS>
     const int first_row = segment.shared_tiles ? group * kGroupRows : 0;
     const int rows = max(0, min(segment.block.rows - first_row, kGroupRows)), slot0 = segment.block.slot + first_row;
     if (rows == 0) {
-      for (int tile = segment.first; tile < segment.last; ++tile) ring.skip_shared();
+      for (int tile = segment.first; tile < segment.last; ++tile) ring.skip();
       return;
     }
     const auto row_at = [&](int r) { return r < rows ? row_of(task.rows, slot0 + r) : -1; };
