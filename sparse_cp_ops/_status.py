@@ -26,7 +26,7 @@ def _cuda_lines() -> list[str]:
 def kernel_set(device_index: int) -> str:
     """Name of the kernel set that runs on a CUDA device, or why there is none."""
     major, minor = torch.cuda.get_device_capability(device_index)
-    wanted = os.environ.get("SPARSE_CP_OPS_ARCH", "auto")
+    wanted = os.environ.get("SPARSE_CP_OPS_ARCH") or "auto"
     if wanted not in ("auto", "portable", "sm90"):
         return f"none: SPARSE_CP_OPS_ARCH: expected auto, portable or sm90, got {wanted!r}"
     if major < 8:

@@ -1,4 +1,3 @@
-import json
 import os
 import subprocess
 import sys
@@ -26,28 +25,6 @@ def test_status_says_what_is_built_and_why_not(arguments: list[str]) -> None:
     for library in ("_C ", "_config", "_C_cuda"):
         assert library in result.stdout
     assert _load.CUDA_STATUS.loaded or _load.CUDA_STATUS.reason in result.stdout
-
-
-def test_bench_names_what_it_knows_when_nothing_matches() -> None:
-    result = run("bench", "--device", "cpu", "--op", "no_such_op")
-    assert result.returncode == 2
-    assert "sparse_mla_fp8_cp" in result.stderr
-
-
-def test_bench_writes_what_it_measured(tmp_path: Path) -> None:
-    files = {"json": tmp_path / "a.json", "markdown": tmp_path / "a.md", "roofline": tmp_path / "a.png"}
-    options = [word for kind, path in files.items() for word in (f"--{kind}", str(path))]
-    chosen = ["--op", "rope_", "--op", "expand_cp_plan", "--match", "1 rows", "--no-peers"]
-    result = run("bench", "--device", "cpu", "--seconds", "0.01", *chosen, *options)
-    assert result.returncode == 0, result.stderr
-    content = json.loads(files["json"].read_text())
-    assert {row["op"] for row in content["rows"]} == {"rope_", "expand_cp_plan"}
-    assert all(row["timing"]["median_us"] > 0 for row in content["rows"])
-    assert set(content["ceilings"]) >= {"copy"}
-    for op in ("rope_", "expand_cp_plan"):
-        assert f"| {op} | 1 rows |" in files["markdown"].read_text()
-        assert op in result.stdout
-    assert files["roofline"].read_bytes().startswith(b"\x89PNG")
 
 
 NO_NVCC = "import pathlib, shutil, os; pathlib.Path.is_file = lambda path: False; shutil.which = lambda name: None; "

@@ -1,8 +1,36 @@
 """Command line of ``python -m sparse_cp_ops bench``."""
 
+from __future__ import annotations
+
 import argparse
+import math
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _duration(text: str) -> float:
+    seconds = float(text)
+    if not 0.0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
+    return seconds
+
+
+def _file(text: str) -> Path:
+    """Looked at before anything is measured."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text!r}")
+    return path
+
+
+def _picture(text: str) -> Path:
+    if Path(text).suffix != ".png":
+        raise argparse.ArgumentTypeError(f"expected a name that ends in .png, got {text!r}")
+    return _file(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -10,14 +38,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", action="append", help="only this op (may be given several times); default: all")
     parser.add_argument("--device", default=None, help="cpu, cuda or cuda:N; default: cuda where there is one")
     parser.add_argument("--match", default="", help="only shapes that contain this text, e.g. 'H=128' or 'decode'")
-    parser.add_argument("--seconds", type=float, default=0.5, help="time spent on each measurement (default 0.5)")
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
-    parser.add_argument("--markdown", type=Path, help="write the table to this file")
-    parser.add_argument("--roofline", type=Path, help="write a roofline picture (PNG) to this file")
+    parser.add_argument("--seconds", type=_duration, default=0.5, help="time spent on each measurement (default 0.5)")
+    parser.add_argument("--json", type=_file, help="write everything measured to this file")
+    parser.add_argument("--markdown", type=_file, help="write the table to this file")
+    parser.add_argument("--roofline", type=_picture, help="write a roofline picture (PNG) to this file")
     parser.add_argument("--no-peers", action="store_true", help="measure only our own ops")
     parser.add_argument(
-        "--peer-seconds", type=float, default=300.0, help="most time for an answer of a peer, which may compile first"
+        "--peer-seconds",
+        type=_duration,
+        default=300.0,
+        help="most time for an answer of a peer, which may compile first",
     )
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device that the ops are to run on.
+
+    Raises:
+        ValueError: it is none of the CPU and this machine's CUDA devices.
+    """
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    known = ["cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
+    if name is not None and name not in known:
+        raise ValueError(f"--device: expected {', '.join(known)}, got {name!r}")
+    return torch.device(name or ("cuda" if count else "cpu"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -27,22 +73,27 @@ def run(arguments: argparse.Namespace) -> int:
     except ImportError:
         print("bench needs rich and matplotlib: pip install 'sparse_cp_ops[bench]'", file=sys.stderr)
         return 2
-    import torch
-
     from sparse_cp_ops.bench import cases, ceilings, report
     from sparse_cp_ops.bench.peer_process import PeerProcess
     from sparse_cp_ops.bench.peers import Peers
     from sparse_cp_ops.bench.timing import measure
 
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    chosen = [
-        case
-        for case in cases.all_cases(device.type)
-        if (not arguments.op or case.op in arguments.op) and arguments.match in case.shape
-    ]
+    try:
+        device = find_device(arguments.device)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    every = list(cases.all_cases(device.type))
+    known = list(dict.fromkeys(case.op for case in every))
+    if unknown := [op for op in arguments.op or () if op not in known]:
+        print(
+            f"--op: no cases on {device.type} for {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr
+        )
+        return 2
+    chosen = [case for case in every if case.op in (arguments.op or known) and arguments.match in case.shape]
     if not chosen:
-        known = ", ".join(dict.fromkeys(case.op for case in cases.all_cases(device.type)))
-        print(f"no case matches; ops with cases on {device.type}: {known}", file=sys.stderr)
+        shapes = ", ".join(case.shape for case in every if case.op in (arguments.op or known))
+        print(f"--match: no shape contains {arguments.match!r}; there are {shapes}", file=sys.stderr)
         return 2
     limits = ceilings.measure_ceilings(device)
     peers = None if arguments.no_peers else PeerProcess(device, arguments.seconds, arguments.peer_seconds)

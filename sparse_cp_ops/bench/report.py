@@ -85,7 +85,7 @@ def _cpu_name() -> str:
 
 def _cells(row: Row) -> list[str]:
     rate = f"{row.flop / row.timing.median_us / 1e6:.2f} TFLOP/s" if row.flop else _bandwidth(row)
-    spread = f"{row.timing.p10_us:.0f}-{row.timing.p90_us:.0f}"
+    spread = f"{row.timing.p10_us:.1f}-{row.timing.p90_us:.1f}"
     others = [f"{name} {value:.0f}" for name, value in row.others_us.items()]
     others += [f"{name} not measured: {reason}" for name, reason in row.not_measured.items()]
     speedup = f"{row.speedup:.2f}x" if row.speedup is not None else ""
@@ -121,7 +121,7 @@ def print_table(rows: list[Row], ceilings: dict[str, float], facts: dict[str, st
 
 def _ceiling_line(ceilings: dict[str, float]) -> str:
     parts = [f"{name} {rate / 1e9:.0f} GB/s" for name, rate in ceilings.items() if name in COPIES]
-    parts += [f"{name} GEMM {rate / 1e12:.3g} TFLOP/s" for name, rate in ceilings.items() if name not in COPIES]
+    parts += [f"{name} GEMM {rate / 1e12:.4g} TFLOP/s" for name, rate in ceilings.items() if name not in COPIES]
     return "ceilings of this run: " + ", ".join(parts)
 
 
@@ -155,7 +155,7 @@ def write_roofline(path: Path, rows: list[Row], ceilings: dict[str, float], fact
         if name not in COPIES:
             roof = np.minimum(rate, x * ceilings["copy"]) / 1e12
             axes.plot(x, roof, color="0.35", linewidth=1)
-            axes.annotate(f"{name} GEMM {rate / 1e12:.3g}", (x[-1], rate / 1e12), ha="right", va="bottom", fontsize=8)
+            axes.annotate(f"{name} GEMM {rate / 1e12:.4g}", (x[-1], rate / 1e12), ha="right", va="bottom", fontsize=8)
     for op in dict.fromkeys(row.op for row in points):
         own = [row for row in points if row.op == op]
         axes.scatter(

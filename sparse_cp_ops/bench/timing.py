@@ -80,7 +80,8 @@ def measure(run: Callable[[], object], device: torch.device, seconds: float = 0.
     with torch.inference_mode():
         if device.type == "cpu":
             return _measure_cpu(run, seconds)
-        return (_measure_graph if graph else _measure_events)(run, seconds)
+        with torch.cuda.device(device):  # events and graphs belong to streams of the current device
+            return (_measure_graph if graph else _measure_events)(run, seconds)
 
 
 def few_us(run: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -90,7 +91,7 @@ def few_us(run: Callable[[], object], device: torch.device, repeats: int) -> flo
     """
     if device.type == "cpu":
         return measure(run, device, 0.0).median_us
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.cuda.device(device):
         times, at_once = [], 1
         for _ in range(repeats + 1):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
