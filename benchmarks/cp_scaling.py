@@ -11,8 +11,10 @@ come.
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
@@ -34,11 +36,11 @@ from rank_process import Case  # noqa: E402
 
 # In the order of measuring. The small ones, and new tokens behind a long prefix, show where sharing begins to pay.
 BATCHES = {
-    "cpu": ["256", "512", "64+256"],
-    "cuda": ["32768", "131072", "8192", "65536", "256", "512", "1024", "2048", "4096", "128+65536", "512+65536"],
+    "cpu": "256 512 64+256",
+    "cuda": "32768 131072 8192 65536 256 512 1024 2048 4096 128+65536 512+65536",
 }
 # In the third place where there are so many GPUs that a rank has no more rows than one GPU takes at once.
-LONG_BATCH, RANKS_FOR_IT = "524288", 4
+LONG_BATCH, RANKS_FOR_IT = (524288, 0), 4
 # Processes of the checks at a time. GPUs: the seven groups of two ranks were seen to get along; with more ranks it is
 # rare that all processes of a group have their GPUs at the same moment, and the others' kernels spin meanwhile.
 # CPU: three a core, so that starting one does not take the timeout of those that wait for it.
@@ -47,6 +49,7 @@ CHECKS_AT_ONCE = {"cpu": 3 * (os.cpu_count() or 1), "cuda": 24}
 CHECKS_SHARE = 0.6
 # Processes that have told all they know are ended after this time.
 GRACE_SECONDS = 20.0
+MAX_TOKENS = 2**31 - 1  # positions are int32
 
 
 @dataclass
@@ -188,8 +191,29 @@ def file_message(kind: str, content: dict[str, Any], settings: Settings, results
 
 def parse_batch(text: str) -> tuple[int, int]:
     """ "NEW" or "NEW+PREFIX" -> (new, prefix)."""
-    new, _, prefix = text.partition("+")
-    return int(new), int(prefix or 0)
+    parts = re.fullmatch(r"(\d+)(?:\+(\d+))?", text)
+    new, prefix = (int(number or 0) for number in parts.groups()) if parts else (0, 0)
+    if not 1 <= new + prefix <= MAX_TOKENS or new < 1:
+        raise argparse.ArgumentTypeError(
+            f"expected NEW or NEW+PREFIX, at least one new token and {MAX_TOKENS} in all at most, got {text!r}"
+        )
+    return new, prefix
+
+
+def parse_output(text: str) -> Path:
+    """The result files: the suffixes are added."""
+    path = Path(text)
+    if path.suffix or not path.name:
+        raise argparse.ArgumentTypeError(f"expected a path without a suffix, got {text!r}")
+    return path
+
+
+def parse_seconds(text: str) -> float:
+    """A budget: more than nothing."""
+    seconds = float(text)
+    if not 0.0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
+    return seconds
 
 
 def main() -> int:
@@ -197,13 +221,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", nargs="+", help="batches in the order of measuring: NEW or NEW+PREFIX tokens")
+    batches = "batches in the order of measuring: NEW or NEW+PREFIX tokens"
+    parser.add_argument("--tokens", nargs="+", type=parse_batch, help=batches)
     parser.add_argument("--parts", nargs="+", choices=["correctness", "failure", "scaling"], default=None)
     parser.add_argument(
         "--cases", nargs="+", help="of correctness and failure, these alone (with an --output of its own)"
     )
-    parser.add_argument("--budget-seconds", type=float, default=900.0, help="nothing is begun after it")
-    parser.add_argument("--output", type=Path, help="path of the result files, without a suffix")
+    parser.add_argument("--budget-seconds", type=parse_seconds, default=900.0, help="nothing is begun after it")
+    parser.add_argument("--output", type=parse_output, help="path of the result files, without a suffix")
     arguments = parser.parse_args()
     start = time.time()
     device, ranks = arguments.device, arguments.ranks
@@ -218,12 +243,13 @@ def main() -> int:
         checks = Checks.of(device, parts, arguments.cases)
     except ValueError as error:
         parser.error(f"--cases: {error}")
-    tokens = list(BATCHES[device])
-    if device == "cuda" and ranks >= RANKS_FOR_IT:
-        tokens.insert(2, LONG_BATCH)
-    tokens = arguments.tokens or tokens
+    if arguments.cases and not (checks.groups or checks.failing):
+        parser.error(f"--cases: none of {', '.join(arguments.cases)} belongs to --parts {' '.join(parts)}")
+    batches = arguments.tokens or [parse_batch(batch) for batch in BATCHES[device].split()]
+    if not arguments.tokens and device == "cuda" and ranks >= RANKS_FOR_IT:
+        batches.insert(2, LONG_BATCH)
+    batches = tuple(dict.fromkeys(batches))
     measured = True
-    batches = tuple(parse_batch(batch) for batch in tokens)
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the spawned processes
     with tempfile.TemporaryDirectory() as folder:
         if checks.groups or checks.failing:
@@ -237,9 +263,13 @@ def main() -> int:
             deadline = start + arguments.budget_seconds
             measured = measure(Settings(ranks, device, batches, batches[0], deadline, folder), results)
             print(f"in all: {time.time() - start:.0f} s", flush=True)
-    failed = any(result != OK for result in results.correctness.values())
-    failed |= any(saw.startswith(WRONG) for saw in results.failures.values())
-    return int(failed or not measured or ("scaling" in parts and not results.rows))
+    wrong = [f"{case}: {outcome}" for case, outcome in results.correctness.items() if outcome != OK]
+    wrong += [f"{case}: {saw}" for case, saw in results.failures.items() if saw.startswith(WRONG)]
+    if "scaling" in parts and not (measured and results.rows):
+        wrong += results.notes or ["nothing was measured"]
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

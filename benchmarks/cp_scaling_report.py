@@ -77,8 +77,10 @@ class Results:
         """JSON and Markdown."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
         content = {name: value for name, value in vars(self).items() if name != "output"}
-        self.output.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
-        self.output.with_suffix(".md").write_text(self.markdown())
+        texts = {".json": json.dumps(content, indent=1) + "\n", ".md": self.markdown()}
+        for suffix, text in texts.items():  # a run that is ended meanwhile leaves the whole file of before
+            self.output.with_suffix(".part").write_text(text)
+            self.output.with_suffix(".part").replace(self.output.with_suffix(suffix))
 
     def markdown(self) -> str:
         """All tables."""

@@ -1,6 +1,7 @@
 """benchmarks/cp_scaling.py: the command over gloo, how it judges what ranks report, and what it writes."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import cp_scaling_rank
 import pytest
 import torch
 from cp_harness import one_thread  # noqa: F401  (fixture)
-from cp_scaling import Checks
+from cp_scaling import Checks, main, parse_batch
 from cp_scaling_rank import Batch, model
 from cp_scaling_report import NOT_MEASURED, OK, Results, exposed_share, gather_cells, layer_cells
 from failure_cases import a_rank_that_is_killed, a_rank_that_raises, complaint, different_batches_on_gpus
@@ -76,6 +77,38 @@ def test_cases_are_chosen_by_device_part_and_name() -> None:
     assert set(cpu.left_out) == set(chosen.left_out) >= {"captured_prefill_follows_new_lengths"}
     with pytest.raises(ValueError, match=r"expected some of prefill_of_mixed_batches, .* got of_no_name"):
         Checks.of("cpu", ["correctness"], ["of_no_name"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--ranks 1", "--ranks: expected at least 2, got 1"),
+        ("--tokens 16 x", "--tokens: expected NEW or NEW.PREFIX, at least one new token and 2147483647 .* 'x'"),
+        ("--tokens 0", "--tokens: expected .*, got '0'"),
+        ("--tokens 0+16", "--tokens: expected .*, got '0\\+16'"),
+        ("--tokens 8+", "--tokens: expected .*, got '8\\+'"),
+        ("--tokens=-5", "--tokens: expected .*, got '-5'"),
+        ("--tokens 2147483647+1", "--tokens: expected .*, got '2147483647\\+1'"),
+        ("--budget-seconds nan", "--budget-seconds: expected a number of seconds above 0, got 'nan'"),
+        ("--output results/x.md", "--output: expected a path without a suffix, got 'results/x.md'"),
+        ("--cases of_no_name", "--cases: expected some of prefill_of_mixed_batches, .* got of_no_name"),
+        ("--parts scaling --cases chunks_and_decode", "--cases: none of chunks_and_decode belongs to --parts scaling"),
+        ("--parts failure --cases chunks_and_decode", "--cases: none of chunks_and_decode belongs to --parts failure"),
+    ],
+)
+def test_wrong_arguments_end_the_run_before_it_begins(
+    arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(COMMAND), "--device", "cpu", *arguments.split()])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert re.search(message, capsys.readouterr().err.replace("\n", " "))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_batches_of_the_command_line() -> None:
+    assert [parse_batch(text) for text in ("1", "128+65536", "2147483647")] == [(1, 0), (128, 65536), (2**31 - 1, 0)]
 
 
 ON_PURPOSE = Ending({"a_rank_that_raises": "ZeroDivisionError: this rank fails on purpose"}, 1, 0.0)
