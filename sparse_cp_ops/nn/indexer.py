@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparse_cp_ops.context_parallel.plan import CpPlan
 from sparse_cp_ops.kv_cache import PagedKvCache
+from sparse_cp_ops.nn.linear_fp32 import linear_fp32
 from sparse_cp_ops.nn.mla_config import MlaConfig
 from sparse_cp_ops.nn.sparse_mla import require_current
 from sparse_cp_ops.ops import direct
@@ -49,9 +49,7 @@ class Indexer(nn.Module):
         q = self.wq_b(q_resid).view(-1, config.index_n_heads, config.index_head_dim)
         k = self.k_norm(self.wk(hidden))
         # fp32 whatever the parameters are stored in: the weights decide between keys of close scores.
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        weights = F.linear(hidden.to(wide), as_dtype(self.weights_proj.weight, wide)).float()
-        return q, k, weights
+        return q, k, linear_fp32(hidden, self.weights_proj.weight)
 
     def apply_rope_and_rotate_q_k_cp(
         self, q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor
@@ -146,8 +144,3 @@ class Indexer(nn.Module):
             config.precision,
         )
         return picks
-
-
-def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x.to(dtype)``, which takes the host a microsecond even where it does nothing."""
-    return x if x.dtype == dtype else x.to(dtype)

@@ -23,7 +23,8 @@ from sparse_cp_ops.kv_cache import PagedKvCache
 from sparse_cp_ops.nn import unquantised
 from sparse_cp_ops.nn.bmm_into import bmm_into
 from sparse_cp_ops.nn.forward_planner import require_supported
-from sparse_cp_ops.nn.indexer import Indexer, as_dtype
+from sparse_cp_ops.nn.indexer import Indexer
+from sparse_cp_ops.nn.linear_fp32 import as_dtype
 from sparse_cp_ops.nn.mla_config import MlaConfig, kernel_heads
 from sparse_cp_ops.nn.rope import build_cos_sin_cache
 from sparse_cp_ops.nn.sparse_mla import SparseMlaImpl, require_current
