@@ -20,9 +20,10 @@ def test_modelled_gather_follows_its_table() -> None:
     for received, microseconds in ranks.GATHER_TABLE:
         assert ranks.modelled_gather_us(received) == pytest.approx(microseconds)
     assert ranks.modelled_gather_us(0) == 0.0
-    assert ranks.modelled_gather_us(1) == 71.0
-    assert ranks.modelled_gather_us(10240 * 788) == pytest.approx((67 + 110) / 2)
-    assert ranks.modelled_gather_us(114688 * 788) == pytest.approx(273 + 163)  # one more step of the last slope
+    assert ranks.modelled_gather_us(1) == 45.0
+    assert ranks.modelled_gather_us((12_910_592 + 25_821_184) // 2) == pytest.approx((78 + 133) / 2)
+    # One more step of the last slope.
+    assert ranks.modelled_gather_us(2 * 51_642_368 - 25_821_184) == pytest.approx(2 * 248 - 133)
 
 
 @pytest.mark.parametrize("split", ["zigzag", "interleave"])

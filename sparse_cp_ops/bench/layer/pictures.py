@@ -56,6 +56,7 @@ def _timeline(part: dict[str, Any], path: Path) -> None:
                 facecolors=COLOURS[interval["part"]], edgecolor="white", linewidth=0.2,
             )  # fmt: skip
         ranks = "1 rank" if case["ranks"] == 1 else f"{case['ranks']} ranks"
+        ranks += ", fast" if case.get("fast") else ""
         axes.set_ylabel(f"{case['rows']} x {case['keys'] // 1024}K\n{ranks}", fontsize=7, rotation=0, ha="right")
         axes.set(yticks=[], ylim=(-0.1, 2))
         axes.tick_params(labelsize=7)

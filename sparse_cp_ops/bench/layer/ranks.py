@@ -1,7 +1,8 @@
 """Ranks that share one device: each rank's own work is real, what travels between ranks is modelled.
 
-A gather's time comes from a measured table (two H200 with NVLink, NCCL, one all-gather of 788-byte rows); more ranks
-take the entry of the bytes that a rank receives. Nothing here says how ranks disturb each other.
+A gather's time comes from a measured table (two H200 with NVLink, one NCCL all-gather of 788-byte rows from memory that
+is not registered); more ranks take the entry of the bytes that a rank receives. Nothing here says how ranks disturb
+each other.
 """
 
 from __future__ import annotations
@@ -20,9 +21,14 @@ from sparse_cp_ops.config import CPRotateMethod, ParallelismConfig, PrefillCPCon
 from sparse_cp_ops.context_parallel import collectives
 from sparse_cp_ops.context_parallel.registered_buffer import RegisteredBuffer
 
-# Bytes that a rank receives -> microseconds: 512, 4096, 16384 and 65536 rows of 788 bytes from one other GPU. Not
-# from the run of benchmarks/results/H200x2.md, where the last three take 89, 77 and 248.
-GATHER_TABLE = ((512 * 788, 71.0), (4096 * 788, 67.0), (16384 * 788, 110.0), (65536 * 788, 273.0))
+# Bytes that a rank receives -> microseconds of one packed gather, benchmarks/results/H200x2.md.
+GATHER_TABLE = (
+    (100_864, 45.0),
+    (3_227_648, 45.0),
+    (12_910_592, 78.0),
+    (25_821_184, 133.0),
+    (51_642_368, 248.0),
+)
 
 
 def modelled_gather_us(received_bytes: int) -> float:

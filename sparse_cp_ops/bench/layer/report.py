@@ -47,7 +47,7 @@ def _us(value: float) -> str:
 
 def _timeline(part: dict[str, Any]) -> list[str]:
     cases = part["cases"]
-    headings = ["part, us"] + [f"{c['rows']} x {c['keys'] // 1024}K, S = {c['ranks']}" for c in cases]
+    headings = ["part, us"] + [_named(c) for c in cases]
     rows = [[name] + [_us(c["parts_us"][name]) for c in cases] for name in trace.PARTS]
     sums = [
         ("layer, slowest rank", [_us(c["layer_us"]) for c in cases]),
@@ -59,7 +59,8 @@ def _timeline(part: dict[str, Any]) -> list[str]:
     ]
     lines = [
         "Local rows x keys at the end of the chunk. A row is the median over 7 forwards of the kernels' time in the "
-        'profiler\'s trace; "layer" is the median of event pairs without the profiler.',
+        'profiler\'s trace; "layer" is the median of event pairs without the profiler. Fast modes: `precision="f16"` '
+        'of the indexer and `attention_precision="fp8"`, both declared and off by default.',
         "",
         "![time line](../../docs/pictures/layer_timeline.png)",
         "",
@@ -71,11 +72,13 @@ def _timeline(part: dict[str, Any]) -> list[str]:
         return [*lines, "No gap of more than 3 us between two kernels in any of these traces."]
     return lines + _table(
         ["case", "gap, us", "between", "and", "why"],
-        [
-            (f"{c['rows']} x {c['keys'] // 1024}K, S = {c['ranks']}", _us(g["us"]), g["before"], g["after"], g["why"])
-            for c, g in found
-        ],
+        [(_named(c), _us(g["us"]), g["before"], g["after"], g["why"]) for c, g in found],
     )
+
+
+def _named(case: dict[str, Any]) -> str:
+    fast = ", fast modes" if case.get("fast") else ""
+    return f"{case['rows']} x {case['keys'] // 1024}K, S = {case['ranks']}{fast}"
 
 
 def _small(case: dict[str, Any]) -> float:
@@ -114,19 +117,28 @@ def _host(part: dict[str, Any]) -> list[str]:
 
 
 def _compiled(part: dict[str, Any]) -> list[str]:
+    on_device = "eager_graph_us" in part["times"][0]
+    clocks = ["", "_graph"] if on_device else [""]
     rows = [
         (
-            f"{t['kind']}, {t['rows']} rows", _us(t["eager_us"]), _us(t["compiled_us"]),
-            f"{t['eager_us'] / t['compiled_us']:.2f}x", f"{t['relative_difference']:.1e}",
+            f"{t['kind']}, {t['rows']} rows",
+            *(_us(t[f"{which}{clock}_us"]) for clock in clocks for which in ("eager", "compiled")),
+            *(f"{t[f'eager{clock}_us'] / t[f'compiled{clock}_us']:.2f}x" for clock in clocks),
+            f"{t['relative_difference']:.1e}",
         )
         for t in part["times"]
-    ]  # fmt: skip
+    ]
+    headings = ["", "eager, us", "compiled, us"]
+    if on_device:
+        headings += ["device alone (CUDA graph): eager", "compiled", "gain", "gain on the device"]
+    else:
+        headings += ["gain"]
     return [
         f"`torch.compile(layer, fullgraph=True)` over {part['lengths']} lengths of at least 2: "
         f"{part['prefill_graphs']} graphs in prefill ({part['prefill_compile_s']:.0f} s to make), "
         f"{part['decode_graphs']} in decode ({part['decode_compile_s']:.0f} s).",
         "",
-        *_table(["", "eager, us", "compiled, us", "gain", "relative difference"], rows),
+        *_table([*headings, "relative difference"], rows),
     ]
 
 
@@ -189,21 +201,23 @@ def _memory(part: dict[str, Any]) -> list[str]:
 def _decode(part: dict[str, Any]) -> list[str]:
     keyed = {(s["requests"], s["mode"], s["ranks"]): s for s in part["steps"]}
     columns = list(dict.fromkeys((s["mode"], s["ranks"]) for s in part["steps"]))
-    rows = []
+    sizes = sorted({ranks for _, ranks in columns if ranks > 1})
+    rows, fastest = [], []
     for requests in dict.fromkeys(s["requests"] for s in part["steps"]):
         entries = [keyed[requests, mode, ranks] for mode, ranks in columns]
-        best = min(e["step_us"] for e in entries)
-        cells = [
-            ("**{}**" if e["step_us"] == best else "{}").format(_us(e["step_us"]))
-            + (f" ({_us(e['modelled_us'])})" if e["modelled_us"] else "")
-            for e in entries
-        ]
+        cells = [_us(e["step_us"]) + (f" ({_us(e['modelled_us'])})" if e["modelled_us"] else "") for e in entries]
         rows.append((str(requests), *cells))
+        own = [[e for e in entries if e["ranks"] in (1, size)] for size in sizes]
+        fastest.append((str(requests), *(min(of, key=lambda e: float(e["step_us"]))["mode"] for of in own)))
     return [
         f"One layer, one new token a request, {part['keys']} keys each, CUDA graph, us; in brackets the modelled "
-        "communication that is in it (the table starts at 67 us; messages this small were not measured).",
+        "communication that is in it (its table starts at 45 us, messages of 100 KB).",
         "",
         *_table(["requests", *(m if s == 1 else f"{m}, S = {s}" for m, s in columns)], rows),
+        "",
+        "Which mode to take, by these times:",
+        "",
+        *_table(["requests", *(f"S = {size}" for size in sizes)], fastest),
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ GAP_US = 3.0
 
 
 def run(bench: Bench) -> dict[str, Any]:
-    """Times of all ranks of all sizes; the parts and the intervals of the slowest rank of each size."""
+    """Times of all ranks of all sizes; the parts and the intervals of the slowest rank of each size; one with the fast
+    modes."""
     cases = []
     with torch.inference_mode(), simulated_communication(bench.device):
         for rows, keys in SHAPES:
@@ -30,6 +31,8 @@ def run(bench: Bench) -> dict[str, Any]:
             for size in SIZES:
                 cases.append(_case(bench, filled, bench.tokens(rows), size))
             del filled
+            fast = replace(bench, config=replace(bench.config, precision="f16", attention_precision="fp8"))
+            cases.append({**_case(fast, FilledLayer(fast, bench.tokens(keys)), bench.tokens(rows), 1), "fast": True})
     return {"cases": cases}
 
 
