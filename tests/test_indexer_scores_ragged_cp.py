@@ -108,7 +108,7 @@ def test_nan_and_infinite_queries(device: str) -> None:
     assert same_bits(scores[3], scores_of(case.rows([3]), 100, device)[0])
 
 
-@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("page_size", [16, 64, 128])
 def test_keys_without_a_page_are_nan(device: str, page_size: int) -> None:
     case = random_case([(0, 500), (1, 500)], page_size=page_size)
     whole = scores_of(case, 500, device)
@@ -235,6 +235,23 @@ def test_many_rows_and_none(device: str) -> None:
     assert (scores_of(without_requests, 40, device) == -torch.inf).all()
     assert (scores_of(replace(one, block_table=one.block_table[:, :0]), 40, device) == -torch.inf).all()
     assert scores_of(replace(one, indexer_cache=one.indexer_cache[:0]), 40, device).isnan().all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("heads", "precision"), [(8, "fp32"), (64, "fp32"), (64, "f16")])
+def test_many_blocks_of_few_keys(heads: int, precision: str) -> None:
+    """Most runs of a request are of one row with less than a tile: warps that wait for nothing may not run ahead."""
+    requests = 7
+    case = random_case([(r % requests, r * 2) for r in range(97)], heads).encoded_for_f16().to("cuda")
+    runs = 6000
+    sizes = torch.tensor([1, 1, 1, 1, 2, 3, 4, 5, 8, 12, 13])[torch.randint(11, (runs,))]
+    request = torch.randint(requests, (runs,)).repeat_interleave(sizes)
+    index = (request + requests * torch.randint(97 // requests, request.shape)).cuda()
+    many = case.rows(index)
+    for _ in range(5):
+        actual = ops.indexer_scores_ragged_cp(*many.tensors, 200, precision)
+        expected = ops.indexer_scores_ragged_cp(*case.tensors, 200, precision)[index]
+        assert same_bits(actual, expected)
 
 
 def test_views_are_read_in_place(device: str) -> None:

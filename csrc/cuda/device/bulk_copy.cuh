@@ -17,15 +17,9 @@ __device__ __forceinline__ void mbarrier_expect_bytes(uint32_t barrier, uint32_t
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Addresses and bytes are multiples of 16.
-__device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-               "l"(global), "r"(bytes), "r"(barrier)
-               : "memory");
-}
-
-// The same by one lane of a converged warp in which all arguments are equal: the copy takes them from uniform
-// registers, and without this form the compiler loops over lanes, at several times the cost.
+// Addresses and bytes are multiples of 16. One lane of a converged warp in which all arguments are equal copies: the
+// copy takes them from uniform registers, and without this form the compiler loops over lanes, at several times the
+// cost.
 __device__ __forceinline__ void bulk_copy_by_warp(uint32_t shared, const void* global, uint32_t bytes,
                                                   uint32_t barrier) {
   asm volatile(
@@ -37,12 +31,14 @@ __device__ __forceinline__ void bulk_copy_by_warp(uint32_t shared, const void* g
       : "memory");
 }
 
-// The box of the tensor map at (x, y, z).
-__device__ __forceinline__ void bulk_copy_box(uint32_t shared, const CUtensorMap* map, int x, int y, int z,
-                                              uint32_t barrier) {
+// The same for the box of the tensor map at (x, y, z).
+__device__ __forceinline__ void bulk_copy_box_by_warp(uint32_t shared, const CUtensorMap* map, int x, int y, int z,
+                                                      uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
-      "[%5];" ::"r"(shared),
+      "{\n.reg .pred chosen;\n"
+      "elect.sync _|chosen, 0xffffffff;\n"
+      "@chosen cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];\n}" ::"r"(shared),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }

@@ -1,6 +1,6 @@
 // Hopper indexer scores: FP8 warpgroup products on keys that stream from the paged cache.
 //
-// One persistent CTA a multiprocessor. Four producer warps copy key tiles, a piece of 16 keys each, into a ring.
+// One persistent CTA a multiprocessor. Four producer warps copy key tiles into a ring, in turns.
 // Three consumer warpgroups hold four rows each: tile (64 keys) x (4 rows x heads), then relu, weights and the sum over
 // heads in registers. All three take every tile; if a block has at most four rows, each takes every third tile, and if
 // it has at most two rows of 64 heads, the product is half as wide.
@@ -8,6 +8,8 @@
 // Column n of a product belongs to lanes c = (n / 2) % 4 of each quad: row c and head 2 * (n / 8) + n % 2, so that a
 // lane's columns all belong to one row: no exchange between lanes, one output or list a lane. With two rows a product,
 // lane c has row c % 2 and of its heads the half c / 2.
+#include <algorithm>
+
 #include "../device/chained_launch.cuh"
 #include "../tensor_map.h"
 #include "sm90_ring.cuh"
@@ -18,12 +20,14 @@ namespace sparse_cp_ops {
 namespace {
 
 constexpr int kThreads = (kConsumers + 1) * 128;
+constexpr int kProducers = 4;  // warps
 // Registers a thread: 64 accumulators, 64 weights and addresses; three warpgroups and the producer share 512.
 constexpr int kConsumerRegisters = 160, kProducerRegisters = 32;
 constexpr int kPairRows = 2;
 
-__device__ const float kNanScales[kPieceKeys] = {NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN,
-                                                 NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN};
+#define SCO_NAN_16 NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN
+__device__ const float kNanScales[kTileKeys] = {SCO_NAN_16, SCO_NAN_16, SCO_NAN_16, SCO_NAN_16};
+#undef SCO_NAN_16
 
 // Where a piece of keys lies; a page that there isn't: nowhere. Not looked at before the copy: that would wait for it.
 struct PiecePlace {
@@ -41,55 +45,69 @@ __device__ __forceinline__ PiecePlace find_piece(const Sm90ScoreTask& task, cons
   return place;
 }
 
-// Waits until the stage is empty.
+// Boxes of a piece, and of a tile that lies in one page (smaller pages: unused).
+struct KeyPages {
+  CUtensorMap pieces, tiles;
+};
+
+// Into an empty stage, by a converged warp whose lanes have the same arguments but for `mine`: lane p's is piece p.
 template <int HEADS>
-__device__ __forceinline__ void copy_piece(const CUtensorMap& pages, const IndexerInputs& in, const PiecePlace& place,
-                                           Shared<HEADS>& shared, int ring_stage, uint32_t parity, int piece) {
-  mbarrier_wait(shared_address(&shared.empty[ring_stage]), parity);
+__device__ __forceinline__ void copy_tile(const KeyPages& pages, const IndexerInputs& in, bool whole,
+                                          const PiecePlace& mine, Shared<HEADS>& shared, int ring_stage) {
   Stage& stage = shared.stages[ring_stage];
   const uint32_t full = shared_address(&shared.full[ring_stage]);
-  stage.positions[piece] = place.position;
-  mbarrier_expect_bytes(full, kPieceKeys * (kIndexDim + 4));
-  const uint32_t values = shared_address(shared.keys[ring_stage] + piece * kPieceKeys * kIndexDim);
-  const uint32_t scales = shared_address(stage.scales + piece * kPieceKeys);
-  if (place.page >= 0 && place.page < in.pages) {
+  const int lane = threadIdx.x % 32;
+  if (lane < kPieces) stage.positions[lane] = mine.position;
+  __syncwarp();
+  if (lane == 0) mbarrier_expect_bytes(full, kTileKeys * (kIndexDim + 4));
+  const uint32_t values = shared_address(shared.keys[ring_stage]), scales = shared_address(stage.scales);
+  const auto copy = [&](const CUtensorMap& map, int keys, int piece) {
+    const PiecePlace place{__shfl_sync(~0u, mine.position, piece), __shfl_sync(~0u, mine.page, piece)};
     const int offset = place.position & static_cast<int>(in.page_size - 1);
-    bulk_copy_box(values, &pages, 0, offset, place.page, full);
-    bulk_copy(scales, in.cache + place.page * in.page_stride + index_scale_offset(in.page_size, offset), kPieceKeys * 4,
-              full);
-  } else {  // a plane behind the last one reads as zeros; NaN scales make the scores NaN
-    bulk_copy_box(values, &pages, 0, 0, max(static_cast<int>(in.pages), 1), full);
-    bulk_copy(scales, kNanScales, kPieceKeys * 4, full);
+    const bool there = place.page >= 0 && place.page < in.pages;
+    // A plane behind the last one reads as zeros; NaN scales make the scores NaN.
+    bulk_copy_box_by_warp(values + piece * kPieceKeys * kIndexDim, &map, 0, there ? offset : 0,
+                          there ? place.page : max(static_cast<int>(in.pages), 1), full);
+    const void* scales_at = in.cache + place.page * in.page_stride + index_scale_offset(in.page_size, offset);
+    bulk_copy_by_warp(scales + piece * kPieceKeys * 4, there ? scales_at : kNanScales, keys * 4, full);
+  };
+  if (whole) {
+    copy(pages.tiles, kTileKeys, 0);
+  } else {
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) copy(pages.pieces, kPieceKeys, p);
   }
 }
 
-// One thread of each producer warp copies one piece of every tile: a single thread could not issue all in time. Pages
-// are looked up kAhead tiles before they are needed, without which decode waits for the block table.
+// Each producer warp copies every fourth tile; its pages are looked up a turn ahead, without which decode waits for the
+// block table. It waits for the stages of its own tiles only, and can be neither late nor early there: round r of a
+// stage can't end before this warp has copied the tile, and every consumer warp releases all tiles in order, so when
+// this warp's tile kProducers <= kStages before was released, round r - 2 of this stage was too.
 template <int HEADS>
-__device__ __forceinline__ void produce(const CUtensorMap& pages, const Sm90ScoreTask& task, Shared<HEADS>& shared,
-                                        int piece) {
-  constexpr int kAhead = 4;
+__device__ __forceinline__ void produce(const KeyPages& pages, const Sm90ScoreTask& task, Shared<HEADS>& shared,
+                                        int warp) {
+  static_assert(kProducers <= kStages);
   const IndexerInputs& in = task.in;
-  int ring_stage = 0;
-  uint32_t parity = 1;  // an empty ring: the wait for "the phase before" passes
+  const bool whole = task.sweep == Sweep::kAll && in.page_size >= kTileKeys;
+  int ring_stage = warp, skipped = warp;  // of the segment's tiles, those before this warp's next one
+  uint32_t parity = 1;                    // an empty ring: the wait for "the phase before" passes
   for_each_segment(task, [&](const Segment& segment) {
     // Rows of pads have no keys, so a block that has steps has a real request.
     const int64_t request = in.req_ids[row_of(task.rows, segment.block.slot)];
     const int32_t* table = in.block_table + request * in.table_stride;
+    const int piece = threadIdx.x % kPieces;
     const auto find = [&](int tile) { return find_piece(task, segment, table, tile * kPieces + piece); };
-    PiecePlace ahead[kAhead];
-#pragma unroll
-    for (int a = 0; a < kAhead; ++a) ahead[a] = find(segment.first + a);
-    for (int first = segment.first; first < segment.last; first += kAhead) {
-#pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        if (first + a >= segment.last) break;
-        const PiecePlace place = ahead[a];
-        ahead[a] = find(first + a + kAhead);
-        copy_piece(pages, in, place, shared, ring_stage, parity, piece);
-        if (++ring_stage == kStages) ring_stage = 0, parity ^= 1;
-      }
+    int tile = segment.first + skipped;
+    PiecePlace ahead = find(tile);
+    for (; tile < segment.last; tile += kProducers) {
+      const PiecePlace place = ahead;
+      ahead = find(tile + kProducers);
+      mbarrier_wait(shared_address(&shared.empty[ring_stage]), parity);
+      copy_tile(pages, in, whole, place, shared, ring_stage);
+      ring_stage += kProducers;
+      if (ring_stage >= kStages) ring_stage -= kStages, parity ^= 1;
     }
+    skipped = tile - segment.last;
   });
 }
 
@@ -255,7 +273,7 @@ __device__ __forceinline__ void consume(const Sm90ScoreTask& task, Shared<HEADS>
 }
 
 template <int HEADS, class Weights, class Sink>
-__global__ __launch_bounds__(kThreads, 1) void sm90_scores_kernel(const __grid_constant__ CUtensorMap pages,
+__global__ __launch_bounds__(kThreads, 1) void sm90_scores_kernel(const __grid_constant__ KeyPages pages,
                                                                   const __grid_constant__ Sm90ScoreTask task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -263,26 +281,26 @@ __global__ __launch_bounds__(kThreads, 1) void sm90_scores_kernel(const __grid_c
   SCO_DECLARE_ACCUMULATORS();
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
-      mbarrier_init(shared_address(&shared.full[s]), kPieces);          // one arrival a producer warp
+      mbarrier_init(shared_address(&shared.full[s]), 1);                // of the warp that copies the tile
       mbarrier_init(shared_address(&shared.empty[s]), kConsumers * 4);  // one arrival a warp
     }
     fence_mbarrier_init();
   }
   __syncthreads();
-  if (threadIdx.x >= kConsumers * 128) {
-    lower_registers<kProducerRegisters>();
-    wait_for_earlier_kernels();
-    if (threadIdx.x % 32 == 0) produce<HEADS>(pages, task, shared, threadIdx.x / 32 - kConsumers * 4);
-  } else {
+  if (threadIdx.x < kConsumers * 128) {
     raise_registers<kConsumerRegisters>();
     wait_for_earlier_kernels();
     consume<HEADS, Weights, Sink>(task, shared);
+  } else {
+    lower_registers<kProducerRegisters>();
+    wait_for_earlier_kernels();
+    produce<HEADS>(pages, task, shared, uniform(threadIdx.x / 32) - kConsumers * 4);
   }
 #endif
 }
 
 template <int HEADS, class Weights, class Sink>
-void launch(const CUtensorMap& pages, const Sm90ScoreTask& task, int ctas, int32_t device, cudaStream_t stream) {
+void launch(const KeyPages& pages, const Sm90ScoreTask& task, int ctas, int32_t device, cudaStream_t stream) {
   constexpr int kBytes = sizeof(Shared<HEADS>);
   allow_shared_bytes<sm90_scores_kernel<HEADS, Weights, Sink>>(device, kBytes);
   launch_chained("Hopper indexer scores", sm90_scores_kernel<HEADS, Weights, Sink>, {ctas, kThreads, kBytes}, device,
@@ -290,7 +308,7 @@ void launch(const CUtensorMap& pages, const Sm90ScoreTask& task, int ctas, int32
 }
 
 template <int HEADS, class Weights>
-void launch(const CUtensorMap& pages, const Sm90ScoreTask& task, int ctas, int32_t device, cudaStream_t stream) {
+void launch(const KeyPages& pages, const Sm90ScoreTask& task, int ctas, int32_t device, cudaStream_t stream) {
   if (task.scores != nullptr) launch<HEADS, Weights, StoreSink>(pages, task, ctas, device, stream);
   else launch<HEADS, Weights, ListSink>(pages, task, ctas, device, stream);
 }
@@ -300,9 +318,11 @@ void launch(const CUtensorMap& pages, const Sm90ScoreTask& task, int ctas, int32
 void launch_sm90_scores(const Sm90ScoreTask& task, int ctas, int32_t device, cudaStream_t stream) {
   const IndexerInputs& in = task.in;
   // Without pages the map covers bytes that exist but are never copied: every key lies outside.
-  const CUtensorMap pages = in.pages > 0
-                                ? swizzled_rows_map(in.cache, in.pages, in.page_size, in.page_stride, kPieceKeys)
-                                : swizzled_rows_map(in.q_fp8, 1, kPieceKeys, kPieceKeys * kIndexDim, kPieceKeys);
+  const auto map = [&](int64_t keys) {
+    return in.pages > 0 ? swizzled_rows_map(in.cache, in.pages, in.page_size, in.page_stride, keys)
+                        : swizzled_rows_map(in.q_fp8, 1, kPieceKeys, kPieceKeys * kIndexDim, kPieceKeys);
+  };
+  const KeyPages pages{map(kPieceKeys), map(std::min<int64_t>(in.page_size, kTileKeys))};
   if (in.heads <= 32) {
     if (in.f16) launch<32, WeightsF16<32>>(pages, task, ctas, device, stream);
     else launch<32, WeightsF32<32>>(pages, task, ctas, device, stream);

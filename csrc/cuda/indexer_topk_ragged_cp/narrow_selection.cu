@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kStrips = 8;
 constexpr int kElements = kStrips * 4;  // a thread
-constexpr int64_t kListGroups = 64;
+constexpr int kResidentThreads = 1024;  // of a multiprocessor: what their registers allow
 
 template <int THREADS, int BLOCKS>
 struct Scratch {
@@ -117,7 +117,8 @@ __device__ void select_row(const SelectTask& task, int slot, Scratch<THREADS, BL
 }
 
 template <int THREADS, int BLOCKS>
-__global__ __launch_bounds__(THREADS, 1024 / THREADS) void narrow_kernel(const __grid_constant__ SelectTask task) {
+__global__ __launch_bounds__(THREADS,
+                             kResidentThreads / THREADS) void narrow_kernel(const __grid_constant__ SelectTask task) {
   if constexpr (BLOCKS == 1 || kHasClusters) {
     __shared__ Scratch<THREADS, BLOCKS> scratch;
     wait_for_earlier_kernels();
@@ -132,7 +133,8 @@ __global__ __launch_bounds__(THREADS, 1024 / THREADS) void narrow_kernel(const _
 template <int THREADS, int BLOCKS>
 void launch(const SelectTask& task, int32_t device, cudaStream_t stream) {
   // A list is mostly empty: as many groups as run at once take what there is.
-  const int64_t groups = task.rows.list == nullptr ? task.rows.count : std::min(task.rows.count, kListGroups);
+  const int64_t resident = device_arch(device).multiprocessors * kResidentThreads / (THREADS * BLOCKS);
+  const int64_t groups = task.rows.list == nullptr ? task.rows.count : std::min(task.rows.count, resident);
   launch_chained("indexer selection of narrow rows", narrow_kernel<THREADS, BLOCKS>,
                  {groups * BLOCKS, THREADS, 0, BLOCKS}, device, stream, task);
 }
