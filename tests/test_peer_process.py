@@ -1,15 +1,17 @@
 """What is measured beside our ops may hang, crash or fail: the run goes on and says why a figure is missing."""
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from sparse_cp_ops.bench.cases import Case, Work
 from sparse_cp_ops.bench.peer_process import PeerProcess
-from sparse_cp_ops.bench.peers import Peers, Runners
+from sparse_cp_ops.bench.peers import Peers, Runners, versions
 
 CPU = torch.device("cpu")
 
@@ -62,6 +64,16 @@ def test_answers_and_reasons(capfd: pytest.CaptureFixture[str]) -> None:
     assert answers["hang again"]["hanging"] == "no answer in 10 s at hang"  # nobody waits for the same peer twice
     assert isinstance(answers["hang again"]["quick"], float)
     assert "in hang" in capfd.readouterr().err  # where it sat
+
+
+def test_versions_of_the_packages_that_bring_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, version in (("vllm", "0.20.0"), ("flashinfer-python", "0.6"), ("flash_attn", "2")):
+        metadata = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.setenv("SPARSE_CP_OPS_PEERS", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [])
+    assert versions() == {"vllm": "0.20.0", "flashinfer_python": "0.6"}
 
 
 def fail_to_start(device_type: str) -> Iterator[Case]:

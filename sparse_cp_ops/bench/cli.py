@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     from sparse_cp_ops.bench import cases, ceilings, report
     from sparse_cp_ops.bench.peer_process import PeerProcess
-    from sparse_cp_ops.bench.peers import Peers
+    from sparse_cp_ops.bench.peers import Peers, versions
     from sparse_cp_ops.bench.timing import measure
 
     try:
@@ -95,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         shapes = ", ".join(case.shape for case in every if case.op in (arguments.op or known))
         print(f"--match: no shape contains {arguments.match!r}; there are {shapes}", file=sys.stderr)
         return 2
+    beside = {} if arguments.no_peers or device.type == "cpu" else versions()
     limits = ceilings.measure_ceilings(device)
     peers = None if arguments.no_peers else PeerProcess(device, arguments.seconds, arguments.peer_seconds)
     rows: list[report.Row] = []
@@ -111,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
                 {name: answer for name, answer in answers.items() if isinstance(answer, str)},
             )
         )  # fmt: skip
-        facts = report.conditions(device)
+        facts = report.conditions(device) | beside
         if arguments.json:  # case by case, so that an interrupted run leaves what it measured
             report.write_json(arguments.json, rows, limits, facts)
         if arguments.markdown:

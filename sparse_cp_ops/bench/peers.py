@@ -7,6 +7,7 @@ carries them (``vllm/_flashmla_C.abi3.so``, ``vllm/third_party/deep_gemm``).
 
 import functools
 import importlib
+import importlib.metadata
 import os
 import sys
 from collections.abc import Callable
@@ -27,14 +28,26 @@ def _peer_folder() -> Path | None:
     path = Path(folder)
     if not path.is_dir():
         raise SystemExit(f"SPARSE_CP_OPS_PEERS: no folder {folder!r}")
-    for entry in (path, path / "vllm" / "third_party"):
-        if str(entry) not in sys.path:
-            sys.path.insert(0, str(entry))
     return path
 
 
+# Packages that bring the peers along.
+DISTRIBUTIONS = ("vllm", "flash_mla", "deep_gemm", "flashinfer_python")
+
+
+def versions() -> dict[str, str]:
+    """Those of the packages that can be found, without importing them."""
+    folder = _peer_folder()
+    places = [*([str(folder)] if folder else []), *sys.path]
+    found: dict[str, str] = {}
+    for package in importlib.metadata.distributions(path=places):
+        name = str(package.metadata["Name"]).lower().replace("-", "_")
+        if name in DISTRIBUTIONS:
+            found.setdefault(name, package.version)  # the first one in the search order is imported
+    return found
+
+
 def _module(name: str) -> Any | None:
-    _peer_folder()
     try:
         return importlib.import_module(name)
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
@@ -167,6 +180,8 @@ class Peers:
 
 def find_peers() -> Peers:
     """Look the peers up once a process; what is missing is named on stderr."""
+    if folder := _peer_folder():
+        sys.path[:0] = [str(folder / "vllm" / "third_party"), str(folder)]
     flash_mla = _flash_mla_ops()
     return Peers(
         flash_mla,
