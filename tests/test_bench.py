@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from sparse_cp_ops.__main__ import main
-from sparse_cp_ops.bench import ceilings
+from sparse_cp_ops.bench import cases, ceilings
+from sparse_cp_ops.bench.cases import Case, Work
+from sparse_cp_ops.bench.peers import Peers
 
 
 def test_writes_what_it_measured(tmp_path: Path) -> None:
@@ -58,3 +61,23 @@ def test_wrong_arguments_are_refused_before_anything_is_measured(
     assert status == 2
     error = capsys.readouterr().err
     assert [line for line in error.splitlines() if re.search(message, line)], error
+
+
+def test_a_case_that_fails_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def too_large(device: torch.device, peers: Peers) -> Work:
+        torch.empty(2**60)
+        raise AssertionError("there is no such memory")
+
+    def small(device: torch.device, peers: Peers) -> Work:
+        return Work(lambda: torch.ones(1), 4.0)
+
+    monkeypatch.setattr(cases, "all_cases", lambda kind: [Case("op", "huge", too_large), Case("op", "tiny", small)])
+    monkeypatch.setattr(ceilings, "measure_ceilings", lambda device: {"copy": 1e9})
+    file = tmp_path / "a.json"
+    assert main(["bench", "--device", "cpu", "--no-peers", "--seconds", "0.01", "--json", str(file)]) == 1
+    content = json.loads(file.read_text())
+    assert [row["shape"] for row in content["rows"]] == ["tiny"]
+    assert content["conditions"]["not measured"].startswith("op huge (RuntimeError: ")
+    assert "not measured op huge (RuntimeError: " in " ".join(capsys.readouterr().out.split())

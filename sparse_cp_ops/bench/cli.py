@@ -67,12 +67,14 @@ def find_device(name: str | None) -> torch.device:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure the chosen cases and write the reports; returns the exit status."""
+    """Measure the chosen cases and write the reports; returns the exit status, 1 if a case could not be measured."""
     try:
         import rich  # noqa: F401
     except ImportError:
         print("bench needs rich and matplotlib: pip install 'sparse_cp_ops[bench]'", file=sys.stderr)
         return 2
+    import torch
+
     from sparse_cp_ops.bench import cases, ceilings, report
     from sparse_cp_ops.bench.peer_process import PeerProcess
     from sparse_cp_ops.bench.peers import Peers, versions
@@ -99,20 +101,30 @@ def run(arguments: argparse.Namespace) -> int:
     limits = ceilings.measure_ceilings(device)
     peers = None if arguments.no_peers else PeerProcess(device, arguments.seconds, arguments.peer_seconds)
     rows: list[report.Row] = []
-    for case in chosen:
-        print(f"{case.op}  {case.shape}", file=sys.stderr, flush=True)
+    failed: dict[str, str] = {}
+
+    def measured(case: cases.Case) -> report.Row:
         work = case.build(device, Peers())
         timing = measure(work.run, device, arguments.seconds, case.graph)
         answers = peers.measure(case) if peers else {}
-        rows.append(
-            report.Row(
-                case.op, case.shape, timing, work.bytes_moved, work.flop, case.ceiling,
-                report.limit_us(work, case, limits),
-                {name: answer for name, answer in answers.items() if isinstance(answer, float)},
-                {name: answer for name, answer in answers.items() if isinstance(answer, str)},
-            )
+        return report.Row(
+            case.op, case.shape, timing, work.bytes_moved, work.flop, case.ceiling,
+            report.limit_us(work, case, limits),
+            {name: answer for name, answer in answers.items() if isinstance(answer, float)},
+            {name: answer for name, answer in answers.items() if isinstance(answer, str)},
         )  # fmt: skip
+
+    for case in chosen:
+        print(f"{case.op}  {case.shape}", file=sys.stderr, flush=True)
+        try:
+            rows.append(measured(case))
+        except RuntimeError as error:  # not enough memory, above all: the other cases may have it
+            failed[f"{case.op} {case.shape}"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # for what runs beside us and for the next case
         facts = report.conditions(device) | beside
+        if failed:
+            facts["not measured"] = "; ".join(f"{name} ({reason})" for name, reason in failed.items())
         if arguments.json:  # case by case, so that an interrupted run leaves what it measured
             report.write_json(arguments.json, rows, limits, facts)
         if arguments.markdown:
@@ -122,4 +134,4 @@ def run(arguments: argparse.Namespace) -> int:
     report.print_table(rows, limits, facts)
     if arguments.roofline:
         report.write_roofline(arguments.roofline, rows, limits, facts)
-    return 0
+    return int(bool(failed))
