@@ -55,7 +55,7 @@ def test_unquantised_scores_are_those_of_the_hugging_face_module() -> None:
     hidden, q_resid = torch.randn(rows, config.hidden_size), torch.randn(rows, config.q_lora_rank)
     positions = torch.arange(rows, dtype=torch.int32)
     table = build_cos_sin_cache(config)
-    q, k, weights = indexer.project(hidden, q_resid)
+    q, (k, weights) = indexer.project_queries(q_resid), indexer.project_keys(hidden)
     q, k = indexer.apply_rope_and_rotate_q_k_cp(q, k, positions, table)
     scores = torch.einsum("ih,ihj->ij", weights, torch.einsum("ihd,jd->ihj", q, k).relu())
     causal = torch.ones(rows, rows, dtype=torch.bool).tril()
@@ -70,7 +70,7 @@ def test_unquantised_scores_are_those_of_the_hugging_face_module() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_head_weights_are_computed_in_fp32(device: str, dtype: torch.dtype) -> None:
     indexer, hidden, q_resid = indexer_and_inputs(mla_config(), device, dtype)
-    q, k, weights = indexer.project(hidden, q_resid)
+    q, (k, weights) = indexer.project_queries(q_resid), indexer.project_keys(hidden)
     assert (q.shape, k.shape, weights.shape) == ((ROWS, 8, 128), (ROWS, 128), (ROWS, 8))
     assert q.dtype == k.dtype == dtype
     assert weights.dtype == torch.float32
@@ -90,7 +90,7 @@ def test_head_weights_are_computed_in_fp32(device: str, dtype: torch.dtype) -> N
 def test_the_quantised_step_is_the_rotation_and_then_fp8(device: str, interleaved: bool, precision: str) -> None:
     config = mla_config(indexer_interleaved=interleaved, precision=precision, scale_format="fp32")
     indexer, hidden, q_resid = indexer_and_inputs(config, device, torch.bfloat16)
-    q, k, weights = indexer.project(hidden, q_resid)
+    q, (k, weights) = indexer.project_queries(q_resid), indexer.project_keys(hidden)
     positions = torch.arange(ROWS, dtype=torch.int32, device=device) * 7
     table = build_cos_sin_cache(config, device)
     k_records = torch.empty(ROWS, 132, dtype=torch.uint8, device=device)
@@ -123,7 +123,7 @@ def test_topk_picks_the_best_keys_by_the_reference_scores(device: str, precision
     plan = rank.op.plan(attention_inputs([length], [0], table))
     indexer = rank.indexer
     hidden, q_resid = torch.randn(length, config.hidden_size, device=device), torch.randn(length, 64, device=device)
-    q, k, weights = indexer.project(hidden, q_resid)
+    q, (k, weights) = indexer.project_queries(q_resid), indexer.project_keys(hidden)
     records = rank.op.new_kv_records(plan, True)
     assert records.index is not None
     records.mla.zero_()

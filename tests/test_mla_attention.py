@@ -197,7 +197,7 @@ def test_quantised_picks_have_the_scores_of_the_exact_ones(kind: str, device: st
     assert indexer is not None
     with torch.no_grad():
         latent = ours.layer.q_a_layernorm(ours.layer.q_a_proj(hidden.to(device)))
-        q, k, weights = indexer.project(hidden.to(device), latent)
+        q, (k, weights) = indexer.project_queries(latent), indexer.project_keys(hidden.to(device))
         positions = torch.arange(400, dtype=torch.int32, device=device)
         q, k = (
             x.double().cpu() for x in indexer.apply_rope_and_rotate_q_k_cp(q, k, positions, ours.layer.cos_sin_cache)

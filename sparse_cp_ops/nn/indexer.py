@@ -35,21 +35,28 @@ class Indexer(nn.Module):
         self.k_norm = nn.LayerNorm(dim, eps=K_NORM_EPS, device=device, dtype=dtype)
         self.weights_proj = nn.Linear(mla_config.hidden_size, heads, bias=False, device=device, dtype=torch.float32)
 
-    def project(self, hidden: Tensor, q_resid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and head weights before RoPE.
+    def project_queries(self, q_resid: Tensor) -> Tensor:
+        """Queries before RoPE.
 
         Args:
-            hidden: [L, hidden_size].
             q_resid: [L, q_lora_rank], the query latent after its norm.
 
         Returns:
-            q [L, Hi, 128] and k [L, 128] in the dtype of the weights, weights float32 [L, Hi].
+            [L, Hi, 128] in the dtype of the weights.
         """
-        config = self.mla_config
-        q = self.wq_b(q_resid).view(-1, config.index_n_heads, config.index_head_dim)
-        k = self.k_norm(self.wk(hidden))
+        return self.wq_b(q_resid).view(-1, self.mla_config.index_n_heads, self.mla_config.index_head_dim)  # type: ignore[no-any-return]
+
+    def project_keys(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys before RoPE, and the weights of the heads.
+
+        Args:
+            hidden: [L, hidden_size].
+
+        Returns:
+            k [L, 128] in the dtype of the weights, weights float32 [L, Hi].
+        """
         # fp32 whatever the parameters are stored in: the weights decide between keys of close scores.
-        return q, k, linear_fp32(hidden, self.weights_proj.weight)
+        return self.k_norm(self.wk(hidden)), linear_fp32(hidden, self.weights_proj.weight)
 
     def apply_rope_and_rotate_q_k_cp(
         self, q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor
@@ -57,7 +64,7 @@ class Indexer(nn.Module):
         """RoPE and, in a quantising model, the Hadamard rotation: what :meth:`quant_q_k_cp` does ahead of FP8.
 
         In plain PyTorch, for the unquantised path and for looking inside; :meth:`quant_q_k_cp` takes ``q`` and ``k`` as
-        :meth:`project` returns them and does everything in one kernel.
+        the projections return them and does everything in one kernel.
 
         Args:
             q: [L, Hi, 128].

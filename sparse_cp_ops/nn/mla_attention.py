@@ -27,6 +27,7 @@ from sparse_cp_ops.nn.indexer import Indexer
 from sparse_cp_ops.nn.linear_fp32 import as_dtype
 from sparse_cp_ops.nn.mla_config import MlaConfig, kernel_heads
 from sparse_cp_ops.nn.rope import build_cos_sin_cache
+from sparse_cp_ops.nn.side_stream import SideStream
 from sparse_cp_ops.nn.sparse_mla import SparseMlaImpl, require_current
 from sparse_cp_ops.nn.unquantised import UnquantisedKvCache
 from sparse_cp_ops.ops import direct
@@ -193,9 +194,9 @@ class MlaAttention(nn.Module):
         """
         positions, layer_id, indexer = plan.positions, self._pages_of(cache), self.indexer
         records = impl.op.new_kv_records(plan, indexer is not None)
-        self._pack_latent(hidden, positions, records.mla)
         if indexer is None:
             picks = self._require_picks(prev_topk_indices)
+            self._pack_latent(hidden, positions, records.mla)
             # Nothing but the latent is sent: the gather starts ahead of all query projections.
             pending = impl.start_kv_write(records, plan)
             query_latent = self._query_latent(hidden)
@@ -203,15 +204,27 @@ class MlaAttention(nn.Module):
             impl.finish_kv_write(pending, cache, layer_id, plan)
         else:
             assert records.index is not None
+            keys, heads_side = SideStream(plan, 0), SideStream(plan, 1)
+            keys.follow()
+            with keys:
+                index_k, weights = indexer.project_keys(hidden)
+            heads_side.follow()
+            with heads_side:
+                self._pack_latent(hidden, positions, records.mla)
             query_latent = self._query_latent(hidden)
-            index_q, index_k, weights = indexer.project(hidden, query_latent)
+            heads_side.follow()
+            index_q = indexer.project_queries(query_latent)
+            keys.join()
             q_fp8, q_weights = indexer.quant_q_k_cp(
                 index_q.bfloat16(), index_k.bfloat16(), weights, positions, self.cos_sin_cache, records.index
             )
+            heads_side.join()
             pending = impl.start_kv_write(records, plan)
-            q = self._absorbed_queries(query_latent, heads, positions, torch.bfloat16)
+            with heads_side:
+                q = self._absorbed_queries(query_latent, heads, positions, torch.bfloat16)
             impl.finish_kv_write(pending, cache, layer_id, plan)
             picks = indexer._get_topk_ragged_cp(q_fp8, q_weights, cache, layer_id, plan)
+            heads_side.join()
         return q, picks
 
     def _pages_of(self, cache: PagedKvCache) -> int:
@@ -258,7 +271,7 @@ class MlaAttention(nn.Module):
         if self.indexer is None:
             picks = self._require_picks(prev_topk_indices)
         else:
-            index_q, index_k, weights = self.indexer.project(hidden, query_latent)
+            index_q, (index_k, weights) = self.indexer.project_queries(query_latent), self.indexer.project_keys(hidden)
             index_q, index_k = self.indexer.apply_rope_and_rotate_q_k_cp(index_q, index_k, positions, table)
             self._write_unquantised(index_k, cache.indexer[self.layer_id], plan)
             picks = unquantised.select_topk(

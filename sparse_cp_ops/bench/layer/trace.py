@@ -46,7 +46,12 @@ _MODULES = {
     "kv_a_layernorm": NORMS,
     "indexer.k_norm": NORMS,
 }
-_METHODS = {"_absorbed_queries": PROJECTIONS, "_project": OUTPUT, "indexer.project": INDEX_PROJECTIONS}
+_METHODS = {
+    "_absorbed_queries": PROJECTIONS,
+    "_project": OUTPUT,
+    "indexer.project_queries": INDEX_PROJECTIONS,
+    "indexer.project_keys": INDEX_PROJECTIONS,
+}
 
 
 @dataclass(frozen=True)
