@@ -118,11 +118,17 @@ def test_memory_at_the_peak_by_line() -> None:
         {"action": "free_requested", "addr": 9, "size": 99},  # from before the recording
         {"action": "alloc", "addr": 1, "size": 1, "frames": []},
     ]
-    assert [(entry["bytes"], entry["where"]) for entry in memory.at_peak(history)] == [
-        (20, "indexer.py:project"),
-        (15, "elsewhere"),
+
+    def found(events: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
+        return [(entry["bytes"], entry["most_bytes"], entry["where"]) for entry in memory.at_peak(events)]
+
+    assert found(history) == [(20, 30, "indexer.py:project"), (15, 16, "elsewhere")]
+    assert found(history[:2]) == [(30, 30, "indexer.py:project")]
+    assert found([*history, {"action": "alloc", "addr": 7, "size": 25, "frames": [op]}]) == [
+        (25, 25, "_rope_.py:rope_"),
+        (16, 16, "elsewhere"),
+        (0, 30, "indexer.py:project"),
     ]
-    assert [(entry["bytes"], entry["where"]) for entry in memory.at_peak(history[:2])] == [(30, "indexer.py:project")]
 
 
 QUICK_PARTS = ("timeline", "host", "balance", "break_even", "memory", "decode", "end_to_end")

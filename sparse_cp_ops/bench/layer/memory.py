@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ _PACKAGE = Path(sparse_cp_ops.__file__).parent
 
 
 def run(bench: Bench) -> dict[str, Any]:
-    """Allocations that are alive at the peak of one rank's forward of 64K local rows, and the peak itself."""
+    """Allocations of one rank's forward of 64K local rows, by line, and its peak."""
     rows = bench.tokens(ROWS)
     with torch.inference_mode(), simulated_communication(bench.device):
         filled = FilledLayer(bench, rows * RANKS)
@@ -41,23 +41,29 @@ def run(bench: Bench) -> dict[str, Any]:
 
 
 def at_peak(trace: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is alive when the sum of all live allocations is largest: bytes by the line that allocated, most first."""
-    alive: dict[int, dict[str, Any]] = {}
-    total, peak, found = 0, 0, list[dict[str, Any]]()
+    """Bytes by the line that allocated them: when the sum of all live allocations is largest, and the line's own most.
+
+    Lines with most at the peak come first, then those whose tensors are gone by then or come later.
+    """
+    alive: dict[int, tuple[tuple[str, str], int]] = {}
+    now, most, at_the_peak = Counter[tuple[str, str]](), Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    total, peak = 0, 0
     for event in trace:
         if event["action"] == "alloc":
-            alive[event["addr"]] = event
-            total += event["size"]
+            line, size = _line_of(event.get("frames", [])), event["size"]
+            alive[event["addr"]] = line, size
+            now[line] += size
+            most[line] = max(most[line], now[line])
+            total += size
             if total > peak:
-                peak, found = total, list(alive.values())
+                peak, at_the_peak = total, now.copy()
         elif event["action"] == "free_requested" and event["addr"] in alive:
-            total -= alive.pop(event["addr"])["size"]
-    sizes: defaultdict[tuple[str, str], int] = defaultdict(int)
-    for event in found:
-        sizes[_line_of(event.get("frames", []))] += event["size"]
+            line, size = alive.pop(event["addr"])
+            now[line] -= size
+            total -= size
+    ordered = sorted(most, key=lambda line: (-at_the_peak[line], -most[line]))
     return [
-        {"bytes": size, "where": where, "line": line}
-        for (where, line), size in sorted(sizes.items(), key=lambda item: -item[1])
+        {"bytes": at_the_peak[line], "most_bytes": most[line], "where": line[0], "line": line[1]} for line in ordered
     ]
 
 

@@ -184,17 +184,22 @@ def _break_even(part: dict[str, Any]) -> list[str]:
 def _memory(part: dict[str, Any]) -> list[str]:
     if not part["tensors"]:
         return [NOT_MEASURED.capitalize() + " (needs CUDA)."]
+
+    def mib(value: int) -> str:
+        return f"{value / 2**20:.1f}"
+
     rows = [
-        (f"{t['bytes'] / 2**20:.1f}", f"`{t['where']}`", f"`{t['line'].replace('|', ' ')}`")
+        (mib(t["bytes"]), mib(t["most_bytes"]), f"`{t['where']}`", f"`{t['line'].replace('|', ' ')}`")
         for t in part["tensors"]
-        if t["bytes"] >= 2**20
+        if t["most_bytes"] >= 2**20
     ]
     return [
         f"{part['rows']} local rows, {part['ranks']} ranks: {part['peak_bytes'] / 2**30:.2f} GiB at the peak, beside "
         "weights, cache, hidden states and the registered gather buffer. "
-        "Every allocation of at least 1 MiB that is alive then, by the line that made it (the allocator's history):",
+        "MiB alive at that moment, and at most at any moment, of every line of the package that has allocated at least "
+        "1 MiB, workspaces of the ops included (the allocator's history):",
         "",
-        *_table(["MiB", "where", "line"], rows),
+        *_table(["at the peak", "at most", "where", "line"], rows),
     ]
 
 
