@@ -1,6 +1,8 @@
 """What holds for every op: schema, wrapper, reference, fake kernel and the autograd refusal."""
 
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from sparse_cp_ops._autograd import OP_NAMES
 from sparse_cp_ops.ops import direct
 
 NAMESPACE = torch.ops.sparse_cp_ops
+CUDA_SOURCES = Path(__file__).parents[1] / "csrc" / "cuda"
 
 
 def registered_ops() -> set[str]:
@@ -56,3 +59,15 @@ def test_mutation_is_declared_and_returns_nothing(name: str) -> None:
     if mutated and name != "quant_q_k_cp":
         assert not schema.returns
     assert all(result.alias_info is None for result in schema.returns)
+
+
+def test_cuda_sources_call_nothing_that_waits_allocates_or_makes_a_stream() -> None:
+    """Also on paths that no test takes: torch's synchronisation mode sees only what torch calls."""
+    called = {
+        match: path.name
+        for path in CUDA_SOURCES.rglob("*.*")
+        for match in re.findall(r"\b(?:cuda|cu)[A-Z]\w+(?=\()", path.read_text())
+    }
+    assert "cudaLaunchKernelEx" in called
+    forbidden = r"Synchronize|Malloc|Alloc|Free|Memcpy|StreamCreate|HostRegister|EventCreate|DeviceSet"
+    assert {call: file for call, file in called.items() if re.search(forbidden, call)} == {}
