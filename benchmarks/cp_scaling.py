@@ -238,7 +238,10 @@ def main() -> int:
         parser.error(f"--ranks: expected at least 2, got {ranks}")
     name = torch.cuda.get_device_name(0).split()[-1] if device == "cuda" else "CPU"
     parts = arguments.parts or ["correctness", "failure", "scaling"]
-    results = Results(arguments.output or ROOT / "benchmarks" / "results" / f"{name}x{ranks}", ranks, parts)
+    try:
+        results = Results(arguments.output or ROOT / "benchmarks" / "results" / f"{name}x{ranks}", ranks, parts)
+    except ValueError as error:
+        parser.error(f"--output: {error}")
     try:
         checks = Checks.of(device, parts, arguments.cases)
     except ValueError as error:

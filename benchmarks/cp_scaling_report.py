@@ -42,12 +42,20 @@ class Results:
     """Everything so far; the files are written anew whenever something is added.
 
     Parts that a run leaves out keep what the JSON of an earlier run says.
+
+    Raises:
+        ValueError: there is a file of that name that holds something else.
     """
 
     def __init__(self, output: Path, ranks: int, parts: Sequence[str]) -> None:
         self.output, self.ranks = output, ranks
         path = output.with_suffix(".json")
-        before = json.loads(path.read_text()) if path.exists() else {}
+        try:
+            before = json.loads(path.read_text()) if path.exists() else {}
+        except ValueError:
+            before = None
+        if not isinstance(before, dict):
+            raise ValueError(f"expected results of an earlier run in {path}, or no such file")
         measured_before = {} if "scaling" in parts else before
         self.correctness: dict[str, str] = {} if "correctness" in parts else before.get("correctness", {})
         self.failures: dict[str, str] = {} if "failure" in parts else before.get("failures", {})

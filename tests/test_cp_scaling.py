@@ -187,6 +187,15 @@ def test_results_keep_what_a_later_run_leaves_out(tmp_path: Path) -> None:
     assert Results(tmp_path / "X", 2, ["scaling"]).rows == []
 
 
+@pytest.mark.parametrize("content", ["", '{"rows": [', "[]", "\x00"])
+def test_another_file_in_place_of_results_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "X.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match="expected results of an earlier run in .*X.json"):
+        Results(tmp_path / "X", 2, [])
+    assert file.read_text() == content
+
+
 def test_exposed_share_is_the_time_of_gathers_alone() -> None:
     assert exposed_share([]) == 0.0
     assert exposed_share([("ncclDevKernel", 0, 40, 1), ("gemm", 10, 20, 2), ("gemm", 50, 50, 2)]) == 20.0
