@@ -191,7 +191,7 @@ def test_results_keep_what_a_later_run_leaves_out(tmp_path: Path) -> None:
 def test_another_file_in_place_of_results_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "X.json"
     file.write_text(content)
-    with pytest.raises(ValueError, match="expected results of an earlier run in .*X.json"):
+    with pytest.raises(ValueError, match=r"expected results of an earlier run in .*X\.json"):
         Results(tmp_path / "X", 2, [])
     assert file.read_text() == content
 
