@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 
 import numpy as np
 import torch
@@ -124,16 +124,43 @@ class CpPlan:
             total_tokens=total_tokens,
         )
         device = _device(device)
+        new, prefix = _lengths("new_lens", new_lens), _lengths("prefix_lens", prefix_lens)
+        if len(prefix) != len(new):
+            raise ValueError(f"prefix_lens: expected shape [{len(new)}] (that of new_lens), got [{len(prefix)}]")
+        if block_table is not None:
+            _check_block_table(block_table, len(new), device)
+        return cls.build_checked(
+            new, prefix, cp_rank, cp_size, split, page_size, block_table, max_positions, device,
+            max_requests, local_rows, total_tokens,
+        )  # fmt: skip
+
+    @classmethod
+    def build_checked(
+        cls,
+        new: NDArray[np.int32],
+        prefix: NDArray[np.int32],
+        cp_rank: int,
+        cp_size: int,
+        split: str,
+        page_size: int,
+        block_table: Tensor | None,
+        max_positions: int | None,
+        device: torch.device,
+        max_requests: int | None,
+        local_rows: int | None,
+        total_tokens: int | None,
+    ) -> "CpPlan":
+        """:meth:`build` for types, shapes and devices that are known to fit; lengths and capacities are checked here.
+
+        Raises:
+            ValueError: as :meth:`build`.
+            RuntimeError: a CUDA graph is being captured.
+        """
         if _is_capturing(device):
             # The copy from pinned memory would be repeated by every replay, when other plans use that memory.
             raise RuntimeError("CpPlan.build: expected no CUDA graph capture: build plans outside, refill with copy_")
-        new, prefix = _lengths("new_lens", new_lens), _lengths("prefix_lens", prefix_lens)
-        requests, width = len(new), None
-        if len(prefix) != requests:
-            raise ValueError(f"prefix_lens: expected shape [{requests}] (that of new_lens), got [{len(prefix)}]")
-        if block_table is not None:
-            _check_block_table(block_table, requests, device)
-            width = block_table.shape[1]
+        requests = len(new)
+        width = None if block_table is None else block_table.shape[1]
         num_requests = _fit("max_requests", requests, max_requests)
         has_capacity = not (max_requests is None and local_rows is None and total_tokens is None)
         # Never inference tensors: copy_ outside of inference mode could not refill those. Below autograd, whose kernel
@@ -148,13 +175,16 @@ class CpPlan:
             local_rows = _fit("local_rows", used_rows, local_rows)
             total_tokens = _fit("total_tokens", used_tokens, total_tokens)
             request_table = table.to(device, non_blocking=True)
-            rows = CpPlanRows(*direct.expand_cp_plan(request_table, cp_rank, cp_size, split, local_rows, total_tokens))
+            rows = direct.expand_cp_plan(request_table, cp_rank, cp_size, split, local_rows, total_tokens)
             if has_capacity and block_table is not None:
                 own = block_table.new_full((num_requests, block_table.shape[1]), -1)
                 own[:requests] = block_table
                 block_table = own
-        return cls(
-            *rows,
+        # A frozen dataclass sets its fields one by one, which takes the host 3 us.
+        plan = object.__new__(cls)
+        plan.__dict__.update(
+            _UNDECIDED,
+            **dict(zip(CpPlanRows._fields, rows, strict=True)),
             request_table=request_table,
             block_table=block_table,
             cp_rank=cp_rank,
@@ -169,6 +199,7 @@ class CpPlan:
             has_capacity=has_capacity,
             use_cp=cp_size > 1,
         )
+        return plan
 
     def decide(
         self, generation: int, lease: PlanLease, is_prefill: bool, use_cp: bool, head_mode: str, method: int
@@ -250,6 +281,8 @@ def batch_work(new_lens: Lengths, prefix_lens: Lengths) -> tuple[int, int]:
     return tokens, kv_work
 
 
+# What prepare decides and build leaves as the class has it.
+_UNDECIDED = {f.name: f.default for f in fields(CpPlan) if f.default is not MISSING}
 _FIXED = ("cp_rank", "cp_size", "split", "page_size", "is_prefill", "use_cp", "head_mode", "method")
 _INT32 = np.iinfo(np.int32)
 _PINNED_ROWS = 512  # one block of 4 KB for every batch up to this size
@@ -328,7 +361,7 @@ def _reserve_pinned_memory() -> None:
 
 def _pinned_table(rows: int) -> Tensor:
     """[rows, 2] from the pool, which gives memory out again only when the copies from it have run."""
-    return torch.empty((max(rows, _PINNED_ROWS), 2), dtype=torch.int32, pin_memory=True)[:rows]
+    return torch.empty((max(rows, _PINNED_ROWS), 2), dtype=torch.int32, pin_memory=True).narrow(0, 0, rows)
 
 
 def _host_table(rows: int, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from sparse_cp_ops.context_parallel.collectives import CpGroup, begin_forward, r
 from sparse_cp_ops.context_parallel.plan import CpPlan, PlanLease, batch_work
 from sparse_cp_ops.nn.inputs import AttentionInputs
 from sparse_cp_ops.nn.mla_config import MlaConfig
+from sparse_cp_ops.ops._types import require_optional_ints
 
 # Both are counted over the whole process: no two plans share a generation, no two planners an id.
 _generations = itertools.count(1)
@@ -118,21 +119,24 @@ class ForwardPlanner:
         try:
             use_cp = may_split and settings.cp.pays(*batch_work(new_lens, prefix_lens))
             split_rows = use_cp or head_mode == "batch_slice"
-            plan = CpPlan.build(
+            require_optional_ints(
+                "prepare", max_requests=max_requests, local_rows=local_rows, total_tokens=total_tokens
+            )
+            plan = CpPlan.build_checked(
                 new_lens,
                 prefix_lens,
-                cp_rank=group.rank if split_rows else 0,
-                cp_size=group.size if split_rows else 1,
+                group.rank if split_rows else 0,
+                group.size if split_rows else 1,
                 # Interleaving is the one that leaves all rows on one rank in packed order and without pads, and that
                 # spreads requests of one token evenly.
-                split=settings.split if use_cp else "interleave",
-                page_size=self.mla_config.page_size,
-                block_table=inputs.block_table,
-                max_positions=self.mla_config.max_positions,
-                device=inputs.device,
-                max_requests=max_requests,
-                local_rows=local_rows,
-                total_tokens=total_tokens,
+                settings.split if use_cp else "interleave",
+                self.mla_config.page_size,
+                inputs.block_table,
+                self.mla_config.max_positions,
+                inputs.device,
+                max_requests,
+                local_rows,
+                total_tokens,
             )
         except Exception as error:
             refusal = error
