@@ -45,6 +45,13 @@ def _us(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
+_GAPS = {
+    "waits for the gather": "the gather",
+    "host": "the host, which enqueued the next kernel late",
+    "device": "nothing: its own time between dependent kernels",
+}
+
+
 def _timeline(part: dict[str, Any]) -> list[str]:
     cases = part["cases"]
     headings = ["part, us"] + [_named(c) for c in cases]
@@ -67,13 +74,21 @@ def _timeline(part: dict[str, Any]) -> list[str]:
         *_table(headings, rows + [[name, *cells] for name, cells in sums]),
         "",
     ]
-    found = [(c, gap) for c in cases for gap in c["gaps"]]
-    if not found:
+    reasons = [(c, why, [g for g in c["gaps"] if g["why"] == why]) for c in cases for why in _GAPS]
+    rows = []
+    for c, why, gaps in reasons:
+        if gaps:
+            most = max(gaps, key=lambda g: float(g["us"]))
+            longest = f"{_us(most['us'])}, between {most['before']} and {most['after']}"
+            rows.append([_named(c), _GAPS[why], str(len(gaps)), _us(sum(g["us"] for g in gaps)), longest])
+    if not rows:
         return [*lines, "No gap of more than 3 us between two kernels in any of these traces."]
-    return lines + _table(
-        ["case", "gap, us", "between", "and", "why"],
-        [(_named(c), _us(g["us"]), g["before"], g["after"], g["why"]) for c, g in found],
-    )
+    return [
+        *lines,
+        "Gaps of more than 3 us between two kernels of the layer's own stream, in one forward each:",
+        "",
+        *_table(["case", "what the device waits for", "gaps", "us in all", "longest, us"], rows),
+    ]
 
 
 def _named(case: dict[str, Any]) -> str:
