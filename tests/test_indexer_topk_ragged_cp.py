@@ -59,6 +59,22 @@ def test_long_rows_of_prescribed_scores(device: str, pattern: str) -> None:
         assert torch.equal(selected, reference.select_topk(scores.expand(len(lengths), -1), lengths, 2048))
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("pattern", [*PATTERNS, "alike in runs", "mostly nan"])
+def test_many_long_rows_of_prescribed_scores(pattern: str) -> None:
+    """More rows than clusters run at once: a filter first, all radix steps where it fails."""
+    for longest in (20_000, 70_000, 140_000):
+        lengths = [longest, 2047, 2048, 2049, 2064, 4096, 4097, *(longest - 1009 * r % longest for r in range(60))]
+        if pattern == "alike in runs":
+            scores = torch.randn(longest // 64 + 1).repeat_interleave(64)[:longest] + torch.randn(longest) / 64
+        elif pattern == "mostly nan":
+            scores = torch.where(torch.rand(longest) < 0.9, torch.nan, torch.randn(longest))
+        else:
+            scores = PATTERNS[pattern](longest)
+        selected = topk_of(case_with_scores(scores, 64, lengths), 2048, "cuda")
+        assert torch.equal(selected, reference.select_topk(scores.cuda().expand(len(lengths), -1), lengths, 2048).cpu())
+
+
 @pytest.mark.parametrize("pattern", ["two levels", "increasing", "normal"])
 def test_a_million_keys(device: str, pattern: str) -> None:
     lengths = [2**20, 2**20 - 33]

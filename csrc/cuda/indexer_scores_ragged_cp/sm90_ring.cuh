@@ -1,4 +1,14 @@
 // The ring of key tiles of the Hopper scoring kernel, and the shares of work that both of its sides walk through.
+//
+// Tile t of a CTA, counted over all segments, lies in stage t % kStages; producer warp t % kProducers copies it, and if
+// tiles are not shared, warpgroup t % kConsumers takes it and releases it for the others, who pass it over. A barrier's
+// parity tells a round from the next one only, so nobody may look at a stage two rounds early:
+// * A producer warp goes through its own tiles in order. Before tile t it copied t - 4, t - 8 and t - 12, so the tiles
+//   kStages before those were released, by each of the three warpgroups one: all are past tile t - 2 * kStages. And
+//   round t / kStages can't end before the warp copies t: it is not late either.
+// * A warpgroup that waits for t waited for t - kStages or, if that was another's, met the others since: they meet
+// where
+//   shared tiles follow those of one warpgroup each.
 #pragma once
 
 #include "pieces.cuh"
@@ -8,10 +18,14 @@
 namespace sparse_cp_ops {
 
 inline constexpr int kConsumers = 3;  // warpgroups
-inline constexpr int kStages = 8;
+inline constexpr int kProducers = 4;  // warps
+inline constexpr int kStages = 15;
 inline constexpr int kPieces = kTileKeys / kPieceKeys;
 inline constexpr int kLaneKeyDistance = 8;  // a lane's two keys of a product
 inline constexpr int kTileBytes = kTileKeys * kIndexDim;
+
+static_assert(kStages % kConsumers == 0, "a stage belongs to the same warpgroup in every round");
+static_assert(kStages >= kConsumers * kProducers && kConsumers == 3 && kProducers == 4, "see above");
 
 struct Stage {
   float scales[kTileKeys];
@@ -84,12 +98,16 @@ struct KeyRing {
   uint32_t parity = 0;
 
   __device__ __forceinline__ void wait() const { mbarrier_wait(shared_address(&shared.full[stage]), parity); }
+  // For this warpgroup, or for ARRIVALS of them at once.
+  template <int ARRIVALS = 1>
   __device__ __forceinline__ void release() const {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.empty[stage]));
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.empty[stage]), ARRIVALS);
   }
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
+  __device__ __forceinline__ void advance(int tiles = 1) {  // or back
+    stage += tiles;
+    if (stage >= kStages) stage -= kStages, parity ^= 1;
+    if (stage < 0) stage += kStages, parity ^= 1;
   }
   __device__ __forceinline__ void make_uniform() {
     stage = uniform(stage);

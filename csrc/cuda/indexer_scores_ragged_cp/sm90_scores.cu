@@ -4,6 +4,7 @@
 // Three consumer warpgroups hold four rows each: tile (64 keys) x (4 rows x heads), then relu, weights and the sum over
 // heads in registers. All three take every tile; if a block has at most four rows, each takes every third tile, and if
 // it has at most two rows of 64 heads, the product is half as wide.
+// The ring's rules are in sm90_ring.cuh.
 //
 // Column n of a product belongs to lanes c = (n / 2) % 4 of each quad: row c and head 2 * (n / 8) + n % 2, so that a
 // lane's columns all belong to one row: no exchange between lanes, one output or list a lane. With two rows a product,
@@ -20,10 +21,10 @@ namespace sparse_cp_ops {
 namespace {
 
 constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr int kProducers = 4;  // warps
 // Registers a thread: 64 accumulators, 64 weights and addresses; three warpgroups and the producer share 512.
 constexpr int kConsumerRegisters = 160, kProducerRegisters = 32;
 constexpr int kPairRows = 2;
+constexpr int kMeeting = 1 + kConsumers;  // number of a barrier; each warpgroup has one of its own before
 
 #define SCO_NAN_16 NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN
 __device__ const float kNanScales[kTileKeys] = {SCO_NAN_16, SCO_NAN_16, SCO_NAN_16, SCO_NAN_16};
@@ -80,13 +81,10 @@ __device__ __forceinline__ void copy_tile(const KeyPages& pages, const IndexerIn
 }
 
 // Each producer warp copies every fourth tile; its pages are looked up a turn ahead, without which decode waits for the
-// block table. It waits for the stages of its own tiles only, and can be neither late nor early there: round r of a
-// stage can't end before this warp has copied the tile, and every consumer warp releases all tiles in order, so when
-// this warp's tile kProducers <= kStages before was released, round r - 2 of this stage was too.
+// block table.
 template <int HEADS>
 __device__ __forceinline__ void produce(const KeyPages& pages, const Sm90ScoreTask& task, Shared<HEADS>& shared,
                                         int warp) {
-  static_assert(kProducers <= kStages);
   const IndexerInputs& in = task.in;
   const bool whole = task.sweep == Sweep::kAll && in.page_size >= kTileKeys;
   int ring_stage = warp, skipped = warp;  // of the segment's tiles, those before this warp's next one
@@ -145,38 +143,24 @@ __device__ __forceinline__ void replace_queries(const Sm90ScoreTask& task, uint8
   named_barrier(barrier, 128);
 }
 
-// The products of the tile at the ring's place, one after the other; the tile is released.
-template <class Weights, int HEADS>
-__device__ __forceinline__ TileFacts score_tile(const KeyRing<HEADS>& ring, uint64_t queries, Weights& weights) {
-  TileFacts facts;
-  unrolled<Weights::kProducts>([&](auto product) {
-    constexpr int kProduct = decltype(product)::value;
-    constexpr bool kLast = kProduct == Weights::kProducts - 1;
-    Weights::template multiply<kProduct>(ring.operand(), queries);
-    if constexpr (kLast) facts = ring.facts();
-    wgmma_wait<0>();
-    if constexpr (kLast) ring.release();
-    weights.template add<kProduct>();
-  });
-  return facts;
-}
-
-// Every tile of [first, last), first < last; put(tile, facts) takes what `weights` holds.
-template <class Weights, int HEADS, class Put>
-__device__ __forceinline__ void score_shared_tiles(KeyRing<HEADS>& ring, uint64_t queries, Weights& weights, int first,
-                                                   int last, const Put& put) {
+// Every STEP-th tile of [first, last), first < last; put(tile, facts) takes what `weights` holds. The ring goes on by
+// as many tiles; those in between are for others, and a tile is released for as many warpgroups as pass it over.
+template <int STEP, class Weights, int HEADS, class Put>
+__device__ __forceinline__ void score_tiles(KeyRing<HEADS>& ring, uint64_t queries, Weights& weights, int first,
+                                            int last, const Put& put) {
   ring.make_uniform();
   first = uniform(first);
   last = uniform(last);
-  if constexpr (Weights::kDeferred) {  // the next product runs while this tile's scores are put
+  if constexpr (STEP == 1 ? Weights::kDeferred : Weights::kHeads == kHalfHeads) {
+    // The next product runs while this tile's scores are put.
     ring.wait();
     TileFacts facts = ring.facts();
     Weights::template multiply<0>(ring.operand(), queries);
-    for (int tile = first; tile < last; ++tile) {
+    for (int tile = first; tile < last; tile += STEP) {
       wgmma_wait<0>();
-      ring.release();
-      ring.advance();
-      if (tile + 1 < last) ring.wait();
+      ring.template release<STEP>();
+      ring.advance(STEP);
+      if (tile + STEP < last) ring.wait();
       const TileFacts next = ring.facts();
       weights.template add<0>();
       // Behind the last tile this multiplies whatever the stage holds; nobody reads the result.
@@ -186,27 +170,36 @@ __device__ __forceinline__ void score_shared_tiles(KeyRing<HEADS>& ring, uint64_
     }
     wgmma_wait<0>();
   } else {
-    for (int tile = first; tile < last; ++tile) {
+    for (int tile = first; tile < last; tile += STEP) {
       ring.wait();
-      put(tile, score_tile(ring, queries, weights));
-      ring.advance();
+      TileFacts facts;
+      unrolled<Weights::kProducts>([&](auto product) {
+        constexpr int kProduct = decltype(product)::value;
+        constexpr bool kLast = kProduct == Weights::kProducts - 1;
+        Weights::template multiply<kProduct>(ring.operand(), queries);
+        if constexpr (kLast) facts = ring.facts();
+        wgmma_wait<0>();
+        if constexpr (kLast) ring.template release<STEP>();
+        weights.template add<kProduct>();
+      });
+      put(tile, facts);
+      ring.advance(STEP);
     }
   }
 }
 
-// This warpgroup's tiles of [first, last): every third.
+// This warpgroup's tiles of [first, last): those in stages whose number is its own modulo kConsumers.
 template <class Weights, int HEADS, class Put>
 __device__ __forceinline__ void score_own_tiles(KeyRing<HEADS>& ring, uint64_t queries, Weights& weights, int group,
                                                 int first, int last, const Put& put) {
-  for (int tile = first; tile < last; ++tile) {
-    if ((tile - first) % kConsumers != group) {
-      ring.skip();
-      continue;
-    }
-    ring.wait();
-    put(tile, score_tile(ring, queries, weights));
-    ring.advance();
+  const int passed = (group + kStages - uniform(ring.stage)) % kConsumers;
+  int tile = first + passed;
+  ring.advance(passed);
+  if (tile < last) {
+    score_tiles<kConsumers>(ring, queries, weights, tile, last, put);
+    tile += ceil_div(last - tile, kConsumers) * kConsumers;
   }
+  ring.advance(last - tile);
 }
 
 template <int HEADS, class Weights, class Sink>
@@ -217,11 +210,20 @@ __device__ __forceinline__ void consume(const Sm90ScoreTask& task, Shared<HEADS>
   const uint64_t queries = swizzled_tile(shared_address(shared.queries[group]));
   KeyRing<HEADS> ring{shared, in_tile};
 
+  bool apart = false;  // the warpgroups last had tiles of their own
   for_each_segment(task, [&](const Segment& segment) {
+    if constexpr (Sink::kTakesOwnTiles) {
+      if (apart && segment.shared_tiles) named_barrier(kMeeting, kConsumers * 128);
+      apart = !segment.shared_tiles;
+    }
     const int first_row = segment.shared_tiles ? group * kGroupRows : 0;
     const int rows = max(0, min(segment.block.rows - first_row, kGroupRows)), slot0 = segment.block.slot + first_row;
     if (rows == 0) {
-      for (int tile = segment.first; tile < segment.last; ++tile) ring.skip();
+      for (int tile = segment.first; tile < segment.last; ++tile) {
+        ring.wait();
+        ring.release();
+        ring.advance();
+      }
       return;
     }
     const auto row_at = [&](int r) { return r < rows ? row_of(task.rows, slot0 + r) : -1; };
@@ -267,7 +269,7 @@ __device__ __forceinline__ void consume(const Sm90ScoreTask& task, Shared<HEADS>
         return;
       }
     }
-    score_shared_tiles(ring, queries, weights, segment.first, segment.last, put);
+    score_tiles<1>(ring, queries, weights, segment.first, segment.last, put);
     sink.finish();
   });
 }

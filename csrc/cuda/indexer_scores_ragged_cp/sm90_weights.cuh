@@ -15,6 +15,7 @@ inline constexpr int kHalfHeads = 32;
 template <int HEADS>
 struct WeightsF32 {
   using Half = WeightsF32<kHalfHeads>;
+  static constexpr int kHeads = HEADS;
   static constexpr int kProducts = HEADS / kHalfHeads;  // of 128 columns
   static constexpr bool kDeferred = false;              // measured slower here
   float w[HEADS];
@@ -51,6 +52,7 @@ struct WeightsF32 {
 template <int HEADS>
 struct WeightsF16 {
   using Half = WeightsF16<kHalfHeads>;
+  static constexpr int kHeads = HEADS;
   static constexpr int kProducts = 1;  // of 4 * HEADS columns
   static constexpr bool kDeferred = true;
   static constexpr int kHalves = HEADS / kHalfHeads;

@@ -16,6 +16,7 @@ struct Chunks {
   int64_t bytes() const { return rows * (keys * 4 + kept_bytes) + plan_bytes; }
 };
 
+constexpr int64_t kFewRows = 64;      // more would not all run at once in clusters of blocks
 constexpr int64_t kEnoughRows = 512;  // fewer leave processors idle: then shorter key chunks are better
 
 Chunks plan_chunks(const IndexerTopkParams& p, int64_t rows, int64_t budget, int32_t device) {
@@ -58,11 +59,13 @@ void dense_topk(const IndexerTopkParams& p, const RowSet& rows, const Workspace&
     kept[i] = {reinterpret_cast<uint32_t*>(behind), reinterpret_cast<int32_t*>(behind) + chunks.rows * p.topk};
   void* plan = behind;
   const bool clusters = device_arch(device).kernels == KernelSet::kSm90;
-  const bool narrow = capacity <= chunks.keys && capacity <= (clusters ? kNarrowBlocks : 1) * kNarrowKeys;
   for (int64_t row = 0; row < rows.count; row += chunks.rows) {
     RowSet part = rows;
     part.first += row;
     part.count = std::min(chunks.rows, rows.count - row);
+    // A row of a list failed a filter before.
+    const bool few = rows.list != nullptr || part.count <= kFewRows;
+    const bool narrow = capacity <= chunks.keys && capacity <= (clusters && few ? kNarrowBlocks : 1) * kNarrowKeys;
     int turn = 0;
     for (int64_t key = 0; key < capacity; key += chunks.keys, turn ^= 1) {
       const int64_t key_count = std::min(chunks.keys, capacity - key);

@@ -1,5 +1,5 @@
-// One thread block a row: radix steps over the scores in global memory until winners and undecided fit the list in
-// shared memory, the rest of the bits there.
+// One thread block a row: a filter if one chunk has all scores, and where it fails radix steps over the scores in
+// global memory until winners and undecided fit the list in shared memory, the rest of the bits there.
 #include "selection.h"
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 #include "../arch.h"
 #include "../device/chained_launch.cuh"
 #include "../indexer_scores_ragged_cp/pieces.cuh"
+#include "row_filter.cuh"
 #include "selection.cuh"
 
 namespace sparse_cp_ops {
@@ -18,6 +19,9 @@ struct Scratch : SelectScratch {
   uint32_t ranks[kListSize];
   int32_t positions[kListSize];
 };
+
+using FilterScratch = SurvivorScratch<kSelectThreads>;
+constexpr int kScratchBytes = std::max<int>(sizeof(Scratch), kFilterBytes<kSelectThreads>);
 
 // The keys kept from earlier chunks, then the scores of this one: in position order.
 struct ChunkSource {
@@ -59,7 +63,8 @@ struct ListSource {
   }
 };
 
-__device__ void select_row(const SelectTask& task, int slot, Scratch& scratch) {
+__device__ void select_row(const SelectTask& task, int slot, void* memory) {
+  Scratch& scratch = *static_cast<Scratch*>(memory);
   const int64_t row = row_of(task.rows, slot), at = slot * task.op.topk;
   const int topk = static_cast<int>(task.op.topk);
   const int keys = static_cast<int>(visible_keys(task.op.in, row)), first_key = static_cast<int>(task.first_key);
@@ -70,6 +75,10 @@ __device__ void select_row(const SelectTask& task, int slot, Scratch& scratch) {
   }
   if (keys <= first_key) return;
   const bool last = keys <= task.first_key + task.key_count;
+  if (last && first_key == 0 && keys <= kFilteredKeys &&
+      select_by_filter(task.scores + slot * task.score_stride, keys, topk, indices,
+                       *static_cast<FilterScratch*>(memory)))
+    return;
   const int fresh = last ? keys - first_key : static_cast<int>(task.key_count), kept = first_key > 0 ? topk : 0;
   const ChunkSource source{task.before.ranks + at,
                            task.before.positions + at,
@@ -105,22 +114,24 @@ __device__ void select_row(const SelectTask& task, int slot, Scratch& scratch) {
           [&](int slot, int i, uint32_t rank) { write(slot, scratch.positions[i], rank); });
 }
 
-__global__ __launch_bounds__(kSelectThreads) void selection_kernel(const __grid_constant__ SelectTask task) {
+__global__ __launch_bounds__(kSelectThreads, 2) void selection_kernel(const __grid_constant__ SelectTask task) {
   extern __shared__ __align__(16) char smem[];
   wait_for_earlier_kernels();
   const int rows = row_count_of(task.rows);
-  for (int slot = blockIdx.x; slot < rows; slot += gridDim.x) select_row(task, slot, *reinterpret_cast<Scratch*>(smem));
+  for (int slot = blockIdx.x; slot < rows; slot += gridDim.x) {
+    select_row(task, slot, smem);
+    __syncthreads();  // the next row's writes come after this row's reads
+  }
 }
 
 }  // namespace
 
 void launch_selection(const SelectTask& task, int32_t device, cudaStream_t stream) {
   if (task.rows.count == 0) return;
-  allow_shared_bytes<selection_kernel>(device, sizeof(Scratch));
+  allow_shared_bytes<selection_kernel>(device, kScratchBytes);
   constexpr int64_t kResident = 3;  // blocks a multiprocessor, by shared memory
   const int64_t blocks = std::min(task.rows.count, kResident * device_arch(device).multiprocessors);
-  launch_chained("indexer selection", selection_kernel, {blocks, kSelectThreads, sizeof(Scratch)}, device, stream,
-                 task);
+  launch_chained("indexer selection", selection_kernel, {blocks, kSelectThreads, kScratchBytes}, device, stream, task);
 }
 
 }  // namespace sparse_cp_ops
