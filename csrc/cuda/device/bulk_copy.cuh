@@ -43,4 +43,17 @@ __device__ __forceinline__ void bulk_copy_box_by_warp(uint32_t shared, const CUt
       : "memory");
 }
 
+// From this block's shared memory to that of a block of the cluster, whose barrier counts the bytes; by one lane of a
+// converged warp in which all arguments are equal.
+__device__ __forceinline__ void cluster_copy_by_warp(uint32_t there, uint32_t here, uint32_t bytes,
+                                                     uint32_t barrier_there) {
+  asm volatile(
+      "{\n.reg .pred chosen;\n"
+      "elect.sync _|chosen, 0xffffffff;\n"
+      "@chosen cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}" ::"r"(
+          there),
+      "r"(here), "r"(bytes), "r"(barrier_there)
+      : "memory");
+}
+
 }  // namespace sparse_cp_ops

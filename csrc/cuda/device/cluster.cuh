@@ -22,6 +22,13 @@ __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
+// The same in two halves, for what lives when: without any promise about what was written, which costs a fence of the
+// whole device.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
 // Where `variable` of this block's shared memory lies in that of block `rank`.
 template <class T>
 __device__ __forceinline__ T* shared_of_rank(T* variable, int rank) {

@@ -95,24 +95,10 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t r
   return there;
 }
 
-__device__ __forceinline__ float cluster_f32(uint32_t address) {
-  float x;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-  return x;
-}
-
-__device__ __forceinline__ float4 cluster_f32x4(uint32_t address) {
-  float4 x;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(address)
-               : "memory");
-  return x;
-}
-
-__device__ __forceinline__ void set_cluster(uint32_t address, float4 x) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z),
-               "f"(x.w)
+// A word to another block's memory, whose barrier counts its bytes.
+__device__ __forceinline__ void send_to_cluster(uint32_t address, uint32_t x, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address), "r"(x),
+               "r"(barrier)
                : "memory");
 }
 

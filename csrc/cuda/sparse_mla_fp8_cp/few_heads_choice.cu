@@ -21,7 +21,7 @@ int64_t blocks_at_a_time(const DeviceArch& arch, int32_t device_index, int64_t p
 // Microseconds of a block that takes a list of so many steps, as measured (docs/kernels/sparse_mla.md): its first keys
 // and its results, and what each step adds; below three steps nothing gets shorter.
 double block_time(int64_t heads, int64_t steps) {
-  const double step = heads == 8 ? 1.05 : heads == 16 ? 1.13 : 1.32, rest = heads == 8 ? 8.0 : heads == 16 ? 9.3 : 11.5;
+  const double step = heads == 8 ? 0.88 : heads == 16 ? 0.95 : 1.22, rest = heads == 8 ? 7.4 : heads == 16 ? 8.2 : 10.6;
   return rest + step * std::max<int64_t>(steps, 3);
 }
 
@@ -37,7 +37,7 @@ FewHeadsChoice choose_few_heads(const SparseMlaParams& p, const DeviceArch& arch
   double shortest = 0;
   for (int64_t heads = best.heads; heads >= 8; heads /= 2) {
     for (int64_t parts : kParts) {
-      if (parts > steps) break;
+      if (parts > std::min(steps, few_heads_parts(heads))) break;
       const int64_t part_steps = (steps + parts - 1) / parts;
       if ((steps + part_steps - 1) / part_steps != parts) continue;  // fewer parts are as long
       const int64_t at_a_time = blocks_at_a_time(arch, device_index, parts);

@@ -58,6 +58,8 @@ void launch_sm90_fp8(const SparseMlaParams& p, const KeySplit& split, const Devi
 // The Hopper kernel for few heads: 8, 16 or 32 a block, which divide p.heads. The split's parts are the blocks of a
 // cluster and join in the launch: no partial states.
 inline constexpr int64_t kFewHeads = 32, kFewHeadsParts = 16;  // at most
+// Of a list: a block of 32 heads has room for the states of so many.
+constexpr int64_t few_heads_parts(int64_t heads) { return heads == 32 ? 8 : kFewHeadsParts; }
 
 struct FewHeadsChoice {
   int64_t heads;  // of a block

@@ -30,20 +30,27 @@ inline constexpr int kChunkDims = 64;  // 128 bytes: width of a swizzled tile
 inline constexpr int kChunks = kQkDim / kChunkDims, kRopeChunk = kLatentDim / kChunkDims;
 inline constexpr uint32_t kRecord = kMlaRecordBytes;
 inline constexpr uint32_t kQuarterBytes = kQuarter * kRecord;
+inline constexpr int kSlotHeads = 8;  // whose queries pass through a ring slot
+static_assert(kSlotHeads * kQkDim * 2 <= kQuarterBytes);
 inline constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 template <int kHeads_, int kScorers_>
 struct Shape {
   static constexpr int kHeads = kHeads_, kScorers = kScorers_, kAdders = 2;
   static constexpr int kScorerThreads = kScorers * kWarpgroup, kAdderThreads = kAdders * kWarpgroup;
-  static constexpr int kThreads = kScorerThreads + kAdderThreads + kWarpgroup;
+  static constexpr int kProducerGroups = 2, kProducerThreads = kProducerGroups * kWarpgroup;  // of four warps
+  static constexpr int kThreads = kScorerThreads + kAdderThreads + kProducerThreads;
   // A block's registers are those that it was launched with; the roles divide them.
-  static constexpr int kScorerRegisters = kScorers == 2 ? 104 : 88, kAdderRegisters = kScorers == 2 ? 120 : 88;
-  static constexpr int kProducerRegisters = 32, kLaunchRegisters = kScorers == 2 ? 96 : 80;
-  static_assert(kScorers * kScorerRegisters + kAdders * kAdderRegisters + kProducerRegisters <=
-                (kScorers + kAdders + 1) * kLaunchRegisters);
-  static constexpr int kProducts = 2;                    // of 16 dimensions in a group of score instructions
-  static constexpr int kColumns = kHeads / 4;            // heads of a thread: 8 * j + 2 * (lane % 4) + e at 2 * j + e
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kScorerRegisters = kScorers == 2 ? 104 : 88, kAdderRegisters = kScorers == 2 ? 112 : 88;
+  static constexpr int kProducerRegisters = kScorers == 2 ? 24 : 32;
+  static_assert(kScorers * kScorerRegisters + kAdders * kAdderRegisters + kProducerGroups * kProducerRegisters <=
+                (kScorers + kAdders + kProducerGroups) * kLaunchRegisters);
+  static constexpr int kSums = kScorers == 2 ? 1 : 2;  // of scale tiles that a scorer has registers for
+  // Pairs of products whose keys, or values, are read in advance.
+  static constexpr int kAhead = kScorers == 2 ? 2 : 3, kAdderAhead = 2;
+  static constexpr int kColumns = kHeads / 4;  // heads of a thread: 8 * j + 2 * (lane % 4) + e at 2 * j + e
+  static constexpr int kQuerySlots = kHeads / kSlotHeads;
   static constexpr int kAccumulators = kHeads / 2;       // of a thread in a 64 x kHeads product
   static constexpr int kTiles = kLatentTiles / kAdders;  // scale tiles of an adder
 
@@ -55,28 +62,38 @@ struct Shape {
   static constexpr uint32_t kQueryFactorOffset = kWeightsOffset + kScorers * kWeightsBytes;  // float [heads]
   static constexpr uint32_t kStateOffset = kQueryFactorOffset + kHeads * 4;
   static constexpr uint32_t kStateBytes = kHeads * 4 + 32;
-  static constexpr uint32_t kFinalOffset = kStateOffset + kStateBytes;
+  static constexpr uint32_t kFinalOffset = kStateOffset + 2 * kStateBytes;  // of this item and the next
   static constexpr uint32_t kFinalBytes = 4 * kHeads * 4 + 48;
   static constexpr uint32_t kMoveOffset = kFinalOffset + kFinalBytes;  // [scorer]
   static constexpr uint32_t kMoveBytes = kHeads * 4 + 32;
-  static constexpr uint32_t kScratchOffset = kMoveOffset + kScorers * kMoveBytes;  // float [scorer][warp][heads]
-  static constexpr uint32_t kReferenceOffset = kScratchOffset + kScorers * 4 * kHeads * 4;  // int [scorer][warp][tile]
+  static constexpr uint32_t kScratchOffset = kMoveOffset + kScorers * kMoveBytes;        // float [scorer][warp][heads]
+  static constexpr uint32_t kTotalsOffset = kScratchOffset + kScorers * 4 * kHeads * 4;  // float [scorer][warp][heads]
+  static constexpr uint32_t kReferenceOffset = kTotalsOffset + kScorers * 4 * kHeads * 4;  // int [scorer][warp][tile]
+  static constexpr uint32_t kStatesOffset = kReferenceOffset + kScorers * 4 * kLatentTiles * 4;  // [rank]
+  static constexpr int kMaxParts = few_heads_parts(kHeads), kStateWords = 2 * kHeads + kLatentTiles;
   static constexpr uint32_t kRecordsOffset =
-      kReferenceOffset + kScorers * 4 * kLatentTiles * 4;  // pointers [producer warp][2][quarter]
-  static constexpr uint32_t kBarrierOffset = kRecordsOffset + 4 * 2 * kQuarter * 8;
-  static constexpr uint32_t kFewBarriers = kScorers * 3 + 2;
+      kStatesOffset + kMaxParts * kStateWords * 4;  // pointers [warp][2][quarter]
+  static constexpr uint32_t kBarrierOffset = kRecordsOffset + kProducerThreads / 32 * 2 * kQuarter * 8;
+  static constexpr uint32_t kFewBarriers = kScorers * 3 + 4;
   static constexpr uint32_t kSlotBarrierOffset = kBarrierOffset + kFewBarriers * 8;
   static constexpr uint32_t kLimit = 227 * 1024, kBytesASlot = kQuarterBytes + 20;  // two barriers and a mask
   static constexpr int kSlots = (kLimit - kSlotBarrierOffset - 16) / kBytesASlot;
   static constexpr uint32_t kMaskOffset = kSlotBarrierOffset + kSlots * 16;
   static constexpr uint32_t kRingOffset = (kMaskOffset + kSlots * 4 + 15) / 16 * 16;
   static constexpr uint32_t kSharedBytes = kRingOffset + kSlots * kQuarterBytes;
-  static_assert(kSharedBytes <= kLimit && kBarrierOffset % 8 == 0 && kSlots <= 32 && kSlots >= (kScorers + 1) * 4 - 1);
+  // A producer warp passes over at most two steps and an item's queries; a barrier shows one round.
+  static_assert(kSlots >= 8 + kQuerySlots && kSlots <= 32);
+  static_assert(kSharedBytes <= kLimit && kRecordsOffset % 16 == 0 && kSlots >= (kScorers + 1) * 4 - 1);
 
-  // What the blocks of a cluster send each other: states in the memory of the weights, sums in that of the ring.
-  static constexpr int kMaxParts = 16;
-  static_assert(kMaxParts * (2 * kHeads + kLatentTiles) * 4 <= kScorers * kWeightsBytes);
-  static_assert((kAdders * kHeads + kMaxParts) * (kLatentDim / kAdders) * 4 <= kSlots * kQuarterBytes);
+  // What the blocks of a cluster send each other: states, in memory of their own; sums, in pieces of half a head, which
+  // lie in the ring in front of those that arrive. The pitch spreads the pieces over the banks.
+  static constexpr int kPieces = kAdders * kHeads, kPieceFloats = kLatentDim / kAdders;
+  static constexpr uint32_t kPieceBytes = kPieceFloats * 4 + 16;
+  static constexpr uint32_t kArrivedOffset = kRingOffset + kPieces * kPieceBytes;
+  static_assert((2 * kPieces + kMaxParts) * kPieceBytes <= kSlots * kQuarterBytes);
+  __device__ static uint32_t sent_state(uint32_t base, int rank, int word) {
+    return base + kStatesOffset + (rank * kStateWords + word) * 4;
+  }
 
   __device__ static uint32_t full(uint32_t base, int slot) { return base + kSlotBarrierOffset + slot * 16; }
   __device__ static uint32_t empty(uint32_t base, int slot) { return base + kSlotBarrierOffset + slot * 16 + 8; }
@@ -87,6 +104,9 @@ struct Shape {
   // Of the final state of an item.
   __device__ static uint32_t final_full(uint32_t base) { return base + kBarrierOffset + kScorers * 24; }
   __device__ static uint32_t final_empty(uint32_t base) { return base + kBarrierOffset + kScorers * 24 + 8; }
+  // Of the states and the sums that the blocks of the cluster send.
+  __device__ static uint32_t stated(uint32_t base) { return base + kBarrierOffset + kScorers * 24 + 24; }
+  __device__ static uint32_t joined(uint32_t base) { return base + kBarrierOffset + kScorers * 24 + 16; }
   // uint32: the used keys of the quarter (nothing has been copied if there are none).
   __device__ static uint32_t mask(uint32_t base, int slot) { return base + kMaskOffset + slot * 4; }
   __device__ static uint32_t quarter(uint32_t base, int slot) { return base + kRingOffset + slot * kQuarterBytes; }
@@ -107,6 +127,9 @@ struct Shape {
   __device__ static uint32_t final_reference(uint32_t base, int tile) { return final_peak(base, 4 * kHeads + tile); }
   __device__ static uint32_t joint_ratio(uint32_t base, int tile) { return final_peak(base, 4 * kHeads + 4 + tile); }
   __device__ static uint32_t joint_power(uint32_t base, int tile) { return final_peak(base, 4 * kHeads + 8 + tile); }
+  __device__ static uint32_t totals(uint32_t base, int w, int warp) {
+    return base + kTotalsOffset + (w * 4 + warp) * kHeads * 4;
+  }
   // What a scorer tells the adders with the weights of a step: factors of heads, ratios of tiles, an Event.
   __device__ static uint32_t move_factor(uint32_t base, int w, int head) {
     return base + kMoveOffset + w * kMoveBytes + head * 4;
@@ -117,7 +140,7 @@ struct Shape {
 
 enum Event : uint32_t { kAdd, kMoveAndAdd, kSkip };
 
-// A place in the sequence of quarters that go through the ring.
+// A place in the sequence of what goes through the ring: of each item, its queries, then the quarters of its steps.
 template <class S>
 struct RingPosition {
   uint32_t count = 0;
@@ -126,6 +149,21 @@ struct RingPosition {
   __device__ uint32_t parity() const { return count / S::kSlots & 1; }
   __device__ RingPosition operator+(int quarters) const { return {count + quarters}; }
 };
+
+template <class S>
+__device__ __forceinline__ int next_slot(int slot) {  // without a division
+  return slot == S::kSlots - 1 ? 0 : slot + 1;
+}
+
+// Steps and items are counted over all of a block's.
+template <class S>
+__device__ __forceinline__ RingPosition<S> queries_position(uint32_t first_step, uint32_t item_count) {
+  return {first_step * 4 + item_count * S::kQuerySlots};
+}
+template <class S>
+__device__ __forceinline__ RingPosition<S> keys_position(uint32_t step, uint32_t item_count) {
+  return {step * 4 + (item_count + 1) * S::kQuerySlots};
+}
 
 // Step `number` of a block, over all its items, is that of scorer number % kScorers.
 template <class S>

@@ -17,9 +17,11 @@ struct Adder {
 
   __device__ int thread() const { return threadIdx.x - S::kScorerThreads; }  // of all adders
   __device__ int first_tile() const { return a * S::kTiles; }
-  // First of the four neighbouring dimensions of a scale tile that this thread holds: words 0-3 of a warp and 16
-  // further.
-  __device__ int dims() const { return 4 * (lane / 4 % 4 + lane / 16 * 16 + warp * 4); }
+  // First of the four neighbouring dimensions of a scale tile that this thread holds: a warp has four words and the
+  // four that lie 8 further.
+  __device__ int dims() const { return 4 * (lane / 4 % 4 + lane / 16 * 8 + warp % 2 * 4 + warp / 2 * 16); }
+  // First of the four keys of a quarter whose values it loads (Scorer::key of rows 2 * (lane % 4) and on).
+  __device__ int key() const { return lane % 2 * 4 + lane % 4 / 2; }
   __device__ int column(int j) const { return 8 * j + 2 * (lane % 4); }  // the first of two
 };
 
@@ -42,27 +44,26 @@ __device__ __forceinline__ void move_sums(Adder<S>& c, int scorer) {
 // out^T += V^T . weights^T. Frees the quarters one after the other.
 template <class S>
 __device__ __forceinline__ void add_values(Adder<S>& c, const RingPosition<S>& position, int scorer) {
-  constexpr int kGroups = 4 * S::kTiles;
-  const uint32_t place = c.lane % 4 * kRecord + c.first_tile() * kScaleTile + c.dims();
-  uint32_t words[2][4];
-  int slot = position.slot();
-  uint32_t address = S::quarter(c.base, slot) + place;
+  constexpr int kGroups = 4 * S::kTiles;  // of two products: 16 keys, a scale tile
+  const uint32_t place = c.key() * kRecord + c.first_tile() * kScaleTile + c.dims();
+  const uint64_t weights = swizzled_tile(S::weights(c.base, scorer, c.first_tile()));
+  int slots[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) slots[i] = i == 0 ? position.slot() : next_slot<S>(slots[i - 1]);
+  uint32_t words[S::kAdderAhead][4], address;
   auto load = [&](int group) {
+    const int tile = group % S::kTiles;
+    if (tile == 0) address = S::quarter(c.base, slots[group / S::kTiles]) + place;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      words[group & 1][i] = shared_u32(address + group % S::kTiles * kScaleTile + i * 4 * kRecord);
+      words[group % S::kAdderAhead][i] = shared_u32(address + tile * kScaleTile + (i % 2 * 2 + i / 2 * 8) * kRecord);
   };
-  load(0);
+#pragma unroll
+  for (int group = 0; group < S::kAdderAhead; ++group) load(group);
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
     const int product = group / S::kTiles, tile = group % S::kTiles;
-    const uint32_t empty = S::empty(c.base, slot);
-    if (tile == S::kTiles - 1 && product < 3) {
-      slot = (position + (product + 1)).slot();
-      address = S::quarter(c.base, slot) + place;
-    }
-    if (group + 1 < kGroups) load(group + 1);
-    const uint32_t (&x)[4] = words[group & 1];
+    const uint32_t (&x)[4] = words[group % S::kAdderAhead];
     wgmma_wait<1>();
     uint32_t a[2][4];
 #pragma unroll
@@ -73,17 +74,14 @@ __device__ __forceinline__ void add_values(Adder<S>& c, const RingPosition<S>& p
         a[pair][2 * i] = latent_pair(keys, false);
         a[pair][2 * i + 1] = latent_pair(keys, true);
       }
+    if (group + S::kAdderAhead < kGroups) load(group + S::kAdderAhead);
     wgmma_fence();
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair)
-      wgmma_registers_f16(c.o[tile][pair], a[pair],
-                          advance(swizzled_tile(S::weights(c.base, scorer, c.first_tile() + tile)), product * 32),
-                          true);
+      wgmma_registers_f16(c.o[tile][pair], a[pair], advance(weights, tile * S::kChunkBytes + product * 32), true);
     wgmma_commit();
-    if (tile == S::kTiles - 1) {
-      __syncwarp();
-      if (c.lane == 0) mbarrier_arrive(empty);
-    }
+    __syncwarp();
+    if (tile == S::kTiles - 1 && c.lane == 0) mbarrier_arrive(S::empty(c.base, slots[product]));
   }
   wgmma_wait<0>();
 #pragma unroll
@@ -91,12 +89,16 @@ __device__ __forceinline__ void add_values(Adder<S>& c, const RingPosition<S>& p
 }
 
 template <class S>
-__device__ __forceinline__ void take_step(Adder<S>& c, uint32_t number) {
-  const RingPosition<S> position{number * 4};
+__device__ __forceinline__ void take_step(Adder<S>& c, uint32_t number, uint32_t item_count, bool first) {
+  const RingPosition<S> position = keys_position<S>(number, item_count);
   const StepNumber<S> step{number};
   const int scorer = step.scorer();
   mbarrier_wait(S::weights_full(c.base, scorer), step.parity());
   __syncwarp();
+  // The scorers have the item's queries. Slots become empty in the order of the ring, so that producers never meet a
+  // barrier that is two rounds behind.
+  if (first && c.lane < S::kQuerySlots)
+    mbarrier_arrive(S::empty(c.base, (position + (c.lane - S::kQuerySlots)).slot()));
   const uint32_t event = polled_u32(S::event(c.base, scorer));
   if (event == kSkip) {
     if (c.lane < 4) mbarrier_arrive(S::empty(c.base, (position + c.lane).slot()));

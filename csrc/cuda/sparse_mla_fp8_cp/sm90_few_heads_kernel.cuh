@@ -34,20 +34,25 @@ __global__ __launch_bounds__(S::kThreads, 1) void attend(SparseMlaParams p, KeyS
     mbarrier_init(S::settled(base, thread - 32), 1);
   } else if (thread == 64) {
     mbarrier_init(S::final_full(base), 1);
+    mbarrier_init(S::stated(base), 1);
+    mbarrier_init(S::joined(base), 1);
     mbarrier_init(S::final_empty(base), S::kAdderThreads / 32);
   }
   if (thread < 96) fence_mbarrier_init();
   __syncthreads();
   wait_for_earlier_kernels();
+  if (split.parts > 1) cluster_arrive();
   if (threadIdx.x < S::kScorerThreads) {
     set_registers<S::kScorerRegisters, S::kLaunchRegisters>();
     score<S>(p, split, items, base);
+    if (split.parts > 1) cluster_wait();
   } else if (threadIdx.x < S::kScorerThreads + S::kAdderThreads) {
     set_registers<S::kAdderRegisters, S::kLaunchRegisters>();
     add<S>(p, split, items, base);
   } else {
     lower_registers<S::kProducerRegisters>();
     produce<S>(p, split, page_shift, items, base);
+    if (split.parts > 1) cluster_wait();
   }
 #endif
 }

@@ -1,4 +1,4 @@
-// Few heads, producer warps: lists -> records in the ring. Warp i takes quarter i of each step.
+// Few heads, producer warps: lists -> records in the ring. Warp i takes quarter i % 4 of each step, or of every other.
 #pragma once
 
 #include "../device/bulk_copy.cuh"
@@ -10,22 +10,24 @@ namespace few_heads {
 // Stands for the record of an unused entry: a slot must hold finite numbers, also where weights are 0.
 static __device__ uint4 zero_record[kMlaRecordBytes / 16];
 
-// An entry on its way to its record: the page of the cache is being looked up.
+// An entry on its way to its record: the page of the cache is being looked up, whether the entry may be used or not,
+// because that depends on a load of its own.
 struct Lookup {
   int32_t index;
-  int32_t page;  // -1: not used
+  int32_t page;  // -1: none
 };
 
 __device__ __forceinline__ Lookup begin_lookup(const SparseMlaParams& p, const RowKeys& keys, int page_shift,
                                                int32_t index) {
   const int page = index >> page_shift;
   Lookup lookup{index, -1};
-  if (keys.may_use(p, index) && (!p.paged || page < p.table_width)) lookup.page = p.paged ? keys.table[page] : page;
+  if (!keys.pad && index >= 0 && (!p.paged || page < p.table_width)) lookup.page = p.paged ? keys.table[page] : page;
   return lookup;
 }
 
-__device__ __forceinline__ const uint8_t* finish_lookup(const SparseMlaParams& p, int page_shift, Lookup lookup) {
-  if (lookup.page < 0 || lookup.page >= p.num_pages) return nullptr;
+__device__ __forceinline__ const uint8_t* finish_lookup(const SparseMlaParams& p, const RowKeys& keys, int page_shift,
+                                                        Lookup lookup) {
+  if (!keys.may_use(p, lookup.index) || lookup.page < 0 || lookup.page >= p.num_pages) return nullptr;
   return p.kv_cache + lookup.page * p.page_stride +
          (lookup.index & ((1 << page_shift) - 1)) * static_cast<int>(kMlaRecordBytes);
 }
@@ -37,41 +39,66 @@ __device__ __forceinline__ int32_t load_int(const int32_t* address) {
   return x;
 }
 
+// Queries of kSlotHeads heads, by one warp.
 template <class S>
-__device__ __forceinline__ void prefetch_queries(const SparseMlaParams& p, const Item& item) {
-  constexpr int kLines = kQkDim * 2 / 128;
-  const auto* q = static_cast<const uint16_t*>(p.q) + item.row * p.q_row_stride + item.head0 * p.q_head_stride;
-  for (int i = threadIdx.x - (S::kScorerThreads + S::kAdderThreads); i < S::kHeads * kLines; i += kWarpgroup)
-    prefetch_l2(q + i / kLines * p.q_head_stride + i % kLines * 64);
+__device__ __forceinline__ void copy_queries(const SparseMlaParams& p, const uint16_t* q, RingPosition<S> position,
+                                             uint32_t base) {
+  constexpr uint32_t kHeadBytes = kQkDim * 2;
+  const int lane = threadIdx.x % 32, slot = position.slot();
+  const uint32_t full = S::full(base, slot), target = S::quarter(base, slot);
+  mbarrier_wait(S::empty(base, slot), position.parity() ^ 1);
+  if (reinterpret_cast<uintptr_t>(p.q) % 16 == 0 && p.q_row_stride % 8 == 0 && p.q_head_stride % 8 == 0) {
+    if (lane == 0) mbarrier_expect_bytes(full, kSlotHeads * kHeadBytes);
+    __syncwarp();
+    for (int head = 0; head < kSlotHeads; ++head)
+      bulk_copy_by_warp(target + head * kHeadBytes, q + head * p.q_head_stride, kHeadBytes, full);
+  } else {
+    for (int head = 0; head < kSlotHeads; ++head)
+      for (int i = lane; i < kQkDim / 2; i += 32) {
+        const uint16_t* x = q + head * p.q_head_stride + i * 2;
+        set_shared(target + head * kHeadBytes + i * 4, x[0] | static_cast<uint32_t>(x[1]) << 16);
+      }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(full);
+  }
 }
 
 template <class S>
 __device__ __forceinline__ void produce(const SparseMlaParams& p, const KeySplit& split, int page_shift, int64_t items,
                                         uint32_t base) {
-  const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
-  const uint32_t pointers = base + S::kRecordsOffset + warp * (2 * kQuarter * 8);
-  RingPosition<S> position = RingPosition<S>{} + warp;
-  for (int64_t number = blockIdx.x; number < items; number += gridDim.x) {
+  constexpr int kGroups = S::kProducerThreads / kWarpgroup;  // of four warps; they take the steps in turn
+  const int lane = threadIdx.x % 32, half = lane / kQuarter;
+  const int producer = __reduce_max_sync(~0u, (threadIdx.x - (S::kScorerThreads + S::kAdderThreads)) / 32);
+  const int quarter = producer % 4;
+  const uint32_t pointers = base + S::kRecordsOffset + producer * (2 * kQuarter * 8);
+  uint32_t first_step = 0, item_count = 0;
+  for (int64_t number = blockIdx.x; number < items; number += gridDim.x, ++item_count) {
     const Item item = work_item<S>(p, split, number);
     // Half a warp a step: two steps at a time. The first entries are under way before the row's request is known.
-    const int32_t* list = p.indices + item.row * p.indices_stride + item.begin + lane / kQuarter * kKeys +
-                          warp * kQuarter + lane % kQuarter;
-    auto load_entry = [&](int step) {
-      return step + lane / kQuarter < item.steps ? load_int(list + step * kKeys) : -1;
-    };
-    const int32_t first = load_entry(0);
-    int32_t entry = load_entry(2);
+    const int begin = (producer / 4 + kGroups - first_step % kGroups) % kGroups;
+    const int32_t* list = p.indices + item.row * p.indices_stride + item.begin + half * (kGroups * kKeys) +
+                          quarter * kQuarter + lane % kQuarter;
+    auto load_entry = [&](int step) { return step + half * kGroups < item.steps ? load_int(list + step * kKeys) : -1; };
+    const int32_t first = load_entry(begin);
+    int32_t entry = load_entry(begin + 2 * kGroups);
     const RowKeys keys = row_keys(p, item.row);
     Lookup lookup = begin_lookup(p, keys, page_shift, first);
-    for (int step = 0; step < item.steps; step += 2) {
-      const uint8_t* record = finish_lookup(p, page_shift, lookup);
+    if (producer / 4 == kGroups - 1 &&
+        quarter < S::kQuerySlots)  // the first step is not theirs, if there are two groups
+      copy_queries<S>(p,
+                      static_cast<const uint16_t*>(p.q) + item.row * p.q_row_stride +
+                          (item.head0 + quarter * kSlotHeads) * p.q_head_stride,
+                      queries_position<S>(first_step, item_count) + quarter, base);
+    for (int step = begin; step < item.steps; step += 2 * kGroups) {
+      const uint8_t* record = finish_lookup(p, keys, page_shift, lookup);
       const uint32_t used = __ballot_sync(~0u, record != nullptr);
       set_shared(pointers + lane * 8,
                  reinterpret_cast<uint64_t>(record != nullptr ? record : reinterpret_cast<uint8_t*>(zero_record)));
       __syncwarp();
       lookup = begin_lookup(p, keys, page_shift, entry);  // both loads run during the copies below
-      entry = load_entry(step + 4);
-      for (int i = 0; i < 2 && step + i < item.steps; ++i) {
+      entry = load_entry(step + 4 * kGroups);
+      for (int i = 0; i < 2 && step + i * kGroups < item.steps; ++i) {
+        const RingPosition<S> position = keys_position<S>(first_step + step + i * kGroups, item_count) + quarter;
         const uint32_t mask = used >> i * kQuarter & 0xffff;
         const int slot = position.slot();
         const uint32_t full = S::full(base, slot), target = S::quarter(base, slot);
@@ -92,11 +119,10 @@ __device__ __forceinline__ void produce(const SparseMlaParams& p, const KeySplit
             bulk_copy_by_warp(target + (j + 1) * kRecord, reinterpret_cast<const void*>(records.y), kRecord, full);
           }
         }
-        position = position + 4;
       }
       __syncwarp();  // the pointers have been read
     }
-    if (number + gridDim.x < items) prefetch_queries<S>(p, work_item<S>(p, split, number + gridDim.x));
+    first_step += item.steps;
   }
 }
 

@@ -21,13 +21,13 @@ template <class S>
 struct Scorer {
   float total[S::kColumns];  // sums of exp2(logit - peak) over this thread's keys; head column(j) + e at 2 * j + e
   uint32_t version;
-  uint32_t base;
+  uint32_t base, state;  // state: base of the item's, which has one of two places
   int w, warp, lane;
 
   __device__ int thread() const { return threadIdx.x % kWarpgroup; }
   // Row lane / 4 of the warp's scores is this key of its quarter, row lane / 4 + 8 the key 8 further: with this order
   // the loads of K and those of V touch every bank once.
-  __device__ int key() const { return lane / 8 | (lane / 4 & 1) << 2; }
+  __device__ int key() const { return lane / 4 % 4 * 2 | lane / 16; }
   __device__ uint32_t scratch(int of_warp, int head) const {
     return base + S::kScratchOffset + ((w * 4 + of_warp) * S::kHeads + head) * 4;
   }
@@ -37,26 +37,21 @@ struct Scorer {
   __device__ int column(int j) const { return 8 * j + 2 * (lane % 4); }  // the first of two
 };
 
-// Queries of a block's heads: the latent part f16, the RoPE part bf16, both times 2^-k; within a chunk in the order in
-// which registers hold the bytes of a record. Eight threads a head.
+// Queries of a block's heads, from the ring to where q.k reads them: the latent part f16, the RoPE part bf16, both
+// times 2^-k; within a chunk in the order in which registers hold the bytes of a record. Eight threads a head.
 template <class S>
-__device__ __forceinline__ void load_queries(const SparseMlaParams& p, const Item& item, uint32_t base) {
+__device__ __forceinline__ void load_queries(const SparseMlaParams& p, RingPosition<S> position, uint32_t base) {
   const int head = threadIdx.x / 8, part = threadIdx.x % 8;
   if (head < S::kHeads) {
-    const bool vectors =
-        reinterpret_cast<uintptr_t>(p.q) % 16 == 0 && p.q_row_stride % 8 == 0 && p.q_head_stride % 8 == 0;
-    const auto* q = static_cast<const uint16_t*>(p.q) + item.row * p.q_row_stride +
-                    (item.head0 + head) * p.q_head_stride + part * 8;
+    const RingPosition<S> mine = position + head / kSlotHeads;
+    mbarrier_wait(S::full(base, mine.slot()), mine.parity());
+    const uint32_t raw = S::quarter(base, mine.slot()) + head % kSlotHeads * (kQkDim * 2) + part * 16;
     uint4 pieces[kChunks];
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) pieces[i] = shared_u32x4(raw + i * kChunkDims * 2);
     float peak = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      const uint16_t* x = q + i * kChunkDims;
-      pieces[i] = vectors ? *reinterpret_cast<const uint4*>(x)
-                          : make_uint4(x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16);
-      if (i == kRopeChunk) continue;
-      peak = query_peak(pieces[i], peak);
-    }
+    for (int i = 0; i < kRopeChunk; ++i) peak = query_peak(pieces[i], peak);
 #pragma unroll
     for (int lanes = 1; lanes < 8; lanes *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, lanes));
     const int exponent = query_exponent(peak);
@@ -67,9 +62,9 @@ __device__ __forceinline__ void load_queries(const SparseMlaParams& p, const Ite
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const bool rope = i == kRopeChunk;
-        // Lane c of a quad loads bytes 16 c .. 16 c + 15 of a latent chunk, or of each half of the RoPE chunk; pair j
-        // of a 16-dimension product is its half j % 2.
-        const int product = rope ? part / 4 * 2 + j / 2 : part % 2 * 2 + j / 2, lane = rope ? part % 4 : part / 2;
+        // Lane c of a quad loads bytes 8 c .. 8 c + 7 of 32 at a time: two products of 16 latent dimensions, or one of
+        // the RoPE part; pair j of a product is its half j % 2.
+        const int product = rope ? part / 2 : part / 4 * 2 + j / 2, lane = rope ? part % 2 * 2 + j / 2 : part % 4;
         set_shared(base + S::kQueryOffset + i * S::kChunkBytes + head * 128 +
                        ((2 * product + j % 2) ^ (head & 7)) * 16 + lane * 4,
                    scaled_query(pairs[j], !rope, factor));
@@ -79,7 +74,6 @@ __device__ __forceinline__ void load_queries(const SparseMlaParams& p, const Ite
       set_shared(base + S::kQueryFactorOffset + head * 4, power_of_two(exponent) * (p.softmax_scale * kLog2e));
   }
   fence_async_proxy();
-  named_barrier(kScorersBarrier, S::kScorerThreads);
 }
 
 // The lower or upper two e4m3 of a word as f16, exactly.
@@ -99,61 +93,81 @@ __device__ __forceinline__ uint32_t word(const uint4& x, int i) {
   return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
 }
 
-// s = K . q^T of the step; `record`: this thread's first key. A scale tile has a sum of its own, which joins s in fp32
-// one tile later, when it is certainly finished.
+// s = K . q^T of the step in log2 units; `record`: this thread's first key, whose scales and its second's come back. A
+// scale tile has a sum of its own, which joins s in fp32 one tile later, when it is certainly finished. Everything is
+// read long before it is used: shared memory is busy, and a warp that waits for it is alone in its scheduler.
 template <class S>
-__device__ __forceinline__ void find_scores(const Scorer<S>& c, uint32_t record, float (&s)[S::kAccumulators]) {
+__device__ __forceinline__ void find_scores(const Scorer<S>& c, uint32_t record, float (&s)[S::kAccumulators],
+                                            float4 (&scales)[2]) {
   constexpr uint32_t kSecond = 8 * kRecord;
-  const uint32_t piece = record + c.lane % 4 * 16, query = c.base + S::kQueryOffset;
-  float sums[2][S::kAccumulators];
-  uint4 rope[2][2];
+  constexpr int kGroups = kLatentDim / 32, kTileGroups = kGroups / kLatentTiles;  // of two products
+  const uint32_t piece = record + c.lane % 4 * 8;
+  uint64_t queries = swizzled_tile(c.base + S::kQueryOffset);  // of the first product; the others are a sum away
+  asm("" : "+l"(queries));                                     // a sum, not what the compiler knows of its parts
+  uint2 rope[4][2], bytes[S::kAhead][2];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) rope[i / 2][i % 2] = shared_u32x4(piece + kMlaRopeOffset + i / 2 * 64 + i % 2 * kSecond);
-  uint4 next[2] = {shared_u32x4(piece), shared_u32x4(piece + kSecond)};
+  for (int k = 0; k < 4; ++k)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) rope[k][i] = shared_u32x2(piece + kMlaRopeOffset + k * 32 + i * kSecond);
+  auto load = [&](int group) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) bytes[group % S::kAhead][i] = shared_u32x2(piece + group * 32 + i * kSecond);
+  };
+#pragma unroll
+  for (int group = 0; group < S::kAhead; ++group) load(group);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    const uint4 &x = rope[k / 2][0], &y = rope[k / 2][1];
-    const uint32_t a[4] = {word(x, k % 2 * 2), word(y, k % 2 * 2), word(x, k % 2 * 2 + 1), word(y, k % 2 * 2 + 1)};
-    wgmma_registers_bf16(s, a, advance(swizzled_tile(query + kRopeChunk * S::kChunkBytes), k * 32), k != 0);
+    const uint32_t a[4] = {rope[k][0].x, rope[k][1].x, rope[k][0].y, rope[k][1].y};
+    wgmma_registers_bf16(s, a, advance(queries, kRopeChunk * S::kChunkBytes + k * 32), k != 0);
   }
   wgmma_commit();
+  float sums[S::kSums][S::kAccumulators], factors[2];  // of a thread's two keys
   auto join = [&](int tile) {
-    pin(sums[tile & 1]);
+    pin(sums[tile % S::kSums]);
     pin(s);
-    const float first = shared_f32(record + kMlaScaleOffset + tile * 4),
-                second = shared_f32(record + kSecond + kMlaScaleOffset + tile * 4);
 #pragma unroll
-    for (int i = 0; i < S::kAccumulators; ++i) s[i] = fmaf(sums[tile & 1][i], i & 2 ? second : first, s[i]);
+    for (int i = 0; i < S::kAccumulators; ++i) s[i] = fmaf(sums[tile % S::kSums][i], factors[i / 2 % 2], s[i]);
   };
 #pragma unroll
-  for (int chunk = 0; chunk < kRopeChunk; ++chunk) {
-    const int tile = chunk / 2;
-    const uint4 x[2] = {next[0], next[1]};
+  for (int group = 0; group < kGroups; ++group) {
+    const int tile = group / kTileGroups, place = group % kTileGroups;
+    wgmma_wait<1>();
+    if (S::kSums == 2 && place == 1 && tile > 0) join(tile - 1);
+    uint32_t a[2][4];
 #pragma unroll
-    for (int first = 0; first < 4; first += S::kProducts) {
-      wgmma_wait<1>();
-      if (chunk % 2 * 4 + first == S::kProducts && tile > 0) join(tile - 1);  // the tile's second group
-      uint32_t a[S::kProducts][4];
+    for (int k = 0; k < 2; ++k)
 #pragma unroll
-      for (int k = 0; k < S::kProducts; ++k)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[k][i] = latent_pair(word(x[i % 2], first + k), i / 2);
-      if (first + S::kProducts == 4 && chunk + 1 < kRopeChunk) {
-        next[0] = shared_u32x4(piece + (chunk + 1) * 64);
-        next[1] = shared_u32x4(piece + (chunk + 1) * 64 + kSecond);
+      for (int i = 0; i < 4; ++i) {
+        const uint2& pair = bytes[group % S::kAhead][i % 2];
+        a[k][i] = latent_pair(k == 0 ? pair.x : pair.y, i / 2);
       }
-      wgmma_fence();
+    if (group + S::kAhead < kGroups) load(group + S::kAhead);
+    if (place == kTileGroups - 1 && tile + 1 < kLatentTiles) {
 #pragma unroll
-      for (int k = 0; k < S::kProducts; ++k)
-        wgmma_registers_f16(sums[tile & 1], a[k],
-                            advance(swizzled_tile(query + chunk * S::kChunkBytes), (first + k) * 32),
-                            chunk % 2 + first + k != 0);
-      wgmma_commit();
+      for (int i = 0; i < 2; ++i) factors[i] = shared_f32(record + kMlaScaleOffset + tile * 4 + i * kSecond);
     }
+    if (S::kSums == 1 && place == 0 && tile > 0) {
+      wgmma_wait<0>();
+      join(tile - 1);
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      wgmma_registers_f16(sums[tile % S::kSums], a[k],
+                          advance(queries, group / 2 * S::kChunkBytes + (group % 2 * 2 + k) * 32), place + k != 0);
+    wgmma_commit();
   }
+  float2 heads[S::kHeads / 8];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) scales[i] = shared_f32x4(record + kMlaScaleOffset + i * kSecond);
+#pragma unroll
+  for (int j = 0; j < S::kHeads / 8; ++j) heads[j] = shared_f32x2(c.base + S::kQueryFactorOffset + c.column(j) * 4);
   wgmma_wait<0>();
+  factors[0] = scales[0].w, factors[1] = scales[1].w;
   join(kLatentTiles - 1);
+#pragma unroll
+  for (int i = 0; i < S::kAccumulators; ++i) s[i] *= i & 1 ? heads[i / 4].y : heads[i / 4].x;
 }
 
 __device__ __forceinline__ int biased_exponent(float scale) { return __float_as_uint(scale) >> 23 & 0xff; }
@@ -175,10 +189,10 @@ template <class S>
 __device__ __forceinline__ void follow_peaks(Scorer<S>& c, KnownPeaks<S>& known, float (&peaks)[S::kColumns]) {
 #pragma unroll
   for (int j = 0; j < S::kHeads / 8; ++j) {
-    const float2 peak = shared_f32x2(S::peak(c.base, c.column(j)));
+    const float2 peak = shared_f32x2(S::peak(c.state, c.column(j)));
     peaks[2 * j] = peak.x, peaks[2 * j + 1] = peak.y;
   }
-  const uint32_t version = shared_u32(S::version(c.base));
+  const uint32_t version = shared_u32(S::version(c.state));
   if (version == c.version) return;
   c.version = version;
 #pragma unroll
@@ -218,7 +232,7 @@ __device__ __forceinline__ void move_state(Scorer<S>& c, const float (&logits)[S
     c.total[i] *= factor;
     peaks[i] = known[i] = peak;
     if (writes) {
-      set_shared(S::peak(c.base, head), peak);
+      set_shared(S::peak(c.state, head), peak);
       set_shared(S::move_factor(c.base, c.w, head), factor);
     }
   }
@@ -229,13 +243,13 @@ __device__ __forceinline__ void move_state(Scorer<S>& c, const float (&logits)[S
     for (int warp = 0; warp < 4; ++warp)
       reference = max(reference, static_cast<int>(shared_u32(c.warp_reference(warp) + t * 4)));
     if (c.thread() == 0) {
-      set_shared(S::reference(c.base) + t * 4, static_cast<uint32_t>(reference));
+      set_shared(S::reference(c.state) + t * 4, static_cast<uint32_t>(reference));
       set_shared(S::move_ratio(c.base, c.w) + t * 4, power_ratio(references[t], reference));
     }
     references[t] = reference;
   }
   ++c.version;
-  if (c.thread() == 0) set_shared(S::version(c.base), c.version);
+  if (c.thread() == 0) set_shared(S::version(c.state), c.version);
   named_barrier(kScorerBarrier + c.w, kWarpgroup);
 }
 
@@ -246,17 +260,10 @@ __device__ __forceinline__ void wait_for_state(const Scorer<S>& c, uint32_t numb
   if (number > 0) mbarrier_wait(S::settled(c.base, before.scorer()), before.parity());
 }
 
-// Weights of the step into the scorer's buffer. `used`: bits of the thread's two keys.
+// Weights of the step into the scorer's buffer. `used`: bits of the thread's two keys, which have these scales.
 template <class S>
-__device__ __forceinline__ void find_weights(Scorer<S>& c, uint32_t record, uint32_t used, uint32_t number,
+__device__ __forceinline__ void find_weights(Scorer<S>& c, float4 (&scales)[2], uint32_t used, uint32_t number,
                                              KnownPeaks<S>& known, float (&s)[S::kAccumulators]) {
-  float4 scales[2] = {shared_f32x4(record + kMlaScaleOffset), shared_f32x4(record + 8 * kRecord + kMlaScaleOffset)};
-#pragma unroll
-  for (int j = 0; j < S::kHeads / 8; ++j) {
-    const float2 factor = shared_f32x2(c.base + S::kQueryFactorOffset + c.column(j) * 4);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s[4 * j + i] *= i & 1 ? factor.y : factor.x;
-  }
   if (used != 3) {  // whatever is in the ring there
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -271,7 +278,7 @@ __device__ __forceinline__ void find_weights(Scorer<S>& c, uint32_t record, uint
   float peaks[S::kColumns];
   follow_peaks(c, known, peaks);
   int references[kLatentTiles];
-  const uint4 four = shared_u32x4(S::reference(c.base));
+  const uint4 four = shared_u32x4(S::reference(c.state));
 #pragma unroll
   for (int t = 0; t < kLatentTiles; ++t) references[t] = static_cast<int>(word(four, t));
   float units[2][kLatentTiles];
@@ -359,8 +366,8 @@ __device__ __forceinline__ void clear_values(uint32_t quarter, int lane) {
 }
 
 template <class S>
-__device__ __forceinline__ void take_step(Scorer<S>& c, uint32_t number, KnownPeaks<S>& known) {
-  const RingPosition<S> position{number * 4};
+__device__ __forceinline__ void take_step(Scorer<S>& c, uint32_t number, uint32_t item_count, KnownPeaks<S>& known) {
+  const RingPosition<S> position = keys_position<S>(number, item_count);
   // Lane i % 4 looks after quarter i.
   const RingPosition<S> mine = position + c.lane % 4;
   mbarrier_wait(S::full(c.base, mine.slot()), mine.parity());
@@ -384,25 +391,22 @@ __device__ __forceinline__ void take_step(Scorer<S>& c, uint32_t number, KnownPe
   if (mask == 0) clear_values(quarter, c.lane);
   const uint32_t used = (mask >> c.key() & 1) | (mask >> (c.key() + 8) & 1) << 1;
   float s[S::kAccumulators];
-  find_scores(c, record, s);
-  find_weights(c, record, used, number, known, s);
+  float4 scales[2];
+  find_scores(c, record, s, scales);
+  find_weights(c, scales, used, number, known, s);
 }
 
-// Brings the totals of all scorers together: peaks, totals and references of the item, for the adders.
+// The state of an item before its first step.
 template <class S>
-__device__ __forceinline__ void finish_item(Scorer<S>& c, uint32_t first_step, uint32_t item_count,
-                                            KnownPeaks<S>& known) {
-  named_barrier(kScorersBarrier, S::kScorerThreads);  // all steps are settled
-  float peaks[S::kColumns];
-  follow_peaks(c, known, peaks);
-#pragma unroll
-  for (int i = 0; i < S::kColumns; ++i) {
-#pragma unroll
-    for (int lanes = 4; lanes < 32; lanes *= 2) c.total[i] += __shfl_xor_sync(~0u, c.total[i], lanes);
-    if (c.lane < 4) set_shared(c.scratch(c.warp, c.column(i / 2) + i % 2), c.total[i]);
-  }
-  named_barrier(kScorersBarrier, S::kScorerThreads);
-  if (threadIdx.x >= 32) return;
+__device__ __forceinline__ void reset_state(uint32_t state) {
+  if (threadIdx.x < S::kHeads) set_shared(S::peak(state, threadIdx.x), kNoPeak);
+  if (threadIdx.x < kLatentTiles) set_shared(S::reference(state) + threadIdx.x * 4, 0u);
+  if (threadIdx.x == 0) set_shared(S::version(state), 0u);
+}
+
+// Peaks, totals and references of the item, for the adders.
+template <class S>
+__device__ __forceinline__ void publish_state(const Scorer<S>& c, uint32_t first_step, uint32_t item_count) {
   mbarrier_wait(S::final_empty(c.base), item_count & 1 ^ 1);
   if (c.lane < S::kHeads) {
     // From the scorer of the item's first step on, so that the order is the item's, not the block's.
@@ -411,14 +415,14 @@ __device__ __forceinline__ void finish_item(Scorer<S>& c, uint32_t first_step, u
       const int w = (first_step + i) % S::kScorers;
       float sum = 0.0f;
 #pragma unroll
-      for (int warp = 0; warp < 4; ++warp) sum += shared_f32(c.scratch((w - c.w) * 4 + warp, c.lane));
+      for (int warp = 0; warp < 4; ++warp) sum += shared_f32(S::totals(c.base, w, warp) + c.lane * 4);
       total += sum;
     }
-    set_shared(S::final_peak(c.base, c.lane), shared_f32(S::peak(c.base, c.lane)));
+    set_shared(S::final_peak(c.base, c.lane), shared_f32(S::peak(c.state, c.lane)));
     set_shared(S::final_total(c.base, c.lane), total);
   }
   if (c.lane < kLatentTiles)
-    set_shared(S::final_reference(c.base, c.lane), shared_u32(S::reference(c.base) + c.lane * 4));
+    set_shared(S::final_reference(c.base, c.lane), shared_u32(S::reference(c.state) + c.lane * 4));
   __syncwarp();
   if (c.lane == 0) mbarrier_arrive(S::final_full(c.base));
 }
@@ -432,20 +436,35 @@ __device__ __forceinline__ void score(const SparseMlaParams& p, const KeySplit& 
   c.lane = threadIdx.x % 32;
   KnownPeaks<S> known;
   uint32_t first_step = 0, item_count = 0;
+  reset_state<S>(base);
+  load_queries<S>(p, queries_position<S>(0, 0), base);
+  named_barrier(kScorersBarrier, S::kScorerThreads);
   for (int64_t number = blockIdx.x; number < items; number += gridDim.x, ++item_count) {
-    const Item item = work_item<S>(p, split, number);
-    // The first warp has read the last item's state.
-    if (threadIdx.x < S::kHeads) set_shared(S::peak(base, threadIdx.x), kNoPeak);
-    if (threadIdx.x < kLatentTiles) set_shared(S::reference(base) + threadIdx.x * 4, 0u);
-    if (threadIdx.x == 0) set_shared(S::version(base), 0u);
+    const int steps = work_item<S>(p, split, number).steps;
+    c.state = base + item_count % 2 * S::kStateBytes;
     c.version = 0;
 #pragma unroll
     for (int i = 0; i < S::kColumns; ++i) known[i] = kNoPeak, c.total[i] = 0.0f;
-    load_queries<S>(p, item, base);
     const int skipped = (c.w + S::kScorers - first_step % S::kScorers) % S::kScorers;
-    for (int step = skipped; step < item.steps; step += S::kScorers) take_step(c, first_step + step, known);
-    finish_item(c, first_step, item_count, known);
-    first_step += item.steps;
+    for (int step = skipped; step < steps; step += S::kScorers) take_step(c, first_step + step, item_count, known);
+    named_barrier(kScorersBarrier, S::kScorerThreads);  // all steps are settled, and all queries have been used
+    float peaks[S::kColumns];
+    follow_peaks(c, known, peaks);
+#pragma unroll
+    for (int i = 0; i < S::kColumns; ++i) {
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2) c.total[i] += __shfl_xor_sync(~0u, c.total[i], lanes);
+      if (c.lane < 4) set_shared(S::totals(base, c.w, c.warp) + (c.column(i / 2) + i % 2) * 4, c.total[i]);
+    }
+    if (number + gridDim.x < items) {
+      reset_state<S>(base + (item_count + 1) % 2 * S::kStateBytes);
+      load_queries<S>(p, queries_position<S>(first_step + steps, item_count + 1), base);
+    }
+    named_barrier(kScorersBarrier, S::kScorerThreads);
+    // The scorer of the item's last step is the last one to be needed for the next item.
+    const uint32_t next_step = first_step + steps;
+    if (c.warp == 0 && c.w == (next_step + S::kScorers - 1) % S::kScorers) publish_state(c, first_step, item_count);
+    first_step = next_step;
   }
 }
 
