@@ -15,6 +15,16 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, uint32_t arriv
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
+// The same without a branch, which would end what the compiler sees as one sequence of products.
+__device__ __forceinline__ void mbarrier_arrive_if(bool arrives, uint32_t barrier) {
+  asm volatile(
+      "{\n.reg .pred arrives;\n"
+      "setp.ne.u32 arrives, %0, 0;\n"
+      "@arrives mbarrier.arrive.shared::cta.b64 _, [%1];\n}" ::"r"(static_cast<uint32_t>(arrives)),
+      "r"(barrier)
+      : "memory");
+}
+
 // Arrives once this thread's cp.async copies so far have landed; counts as one of the barrier's arrivals.
 __device__ __forceinline__ void mbarrier_arrive_after_cp_async(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

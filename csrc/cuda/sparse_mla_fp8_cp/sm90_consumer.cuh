@@ -9,62 +9,6 @@
 namespace sparse_cp_ops {
 namespace sm90 {
 
-// 16 bytes of queries, whatever their alignment.
-__device__ __forceinline__ uint4 load_query_piece(const uint16_t* source, bool vectors) {
-  if (vectors) return *reinterpret_cast<const uint4*>(source);
-  return make_uint4(source[0] | source[1] << 16, source[2] | source[3] << 16, source[4] | source[5] << 16,
-                    source[6] | source[7] << 16);
-}
-
-// Queries of 64 heads into the swizzled tile; one warp a head at a time, the loads of all its heads before the first.
-__device__ __forceinline__ void load_queries(const SparseMlaParams& p, const Item& item, Consumer& c) {
-  constexpr int kPieces = kQkDim / 8, kLatentPieces = kLatentDim / 8, kPerLane = (kPieces + 31) / 32;
-  constexpr int kWarps = kConsumers / 32, kHeadsPerWarp = kHeads / kWarps;
-  const bool vectors =
-      reinterpret_cast<uintptr_t>(p.q) % 16 == 0 && p.q_row_stride % 8 == 0 && p.q_head_stride % 8 == 0;
-  const int warp = threadIdx.x / 32;
-  const auto* q = static_cast<const uint16_t*>(p.q) + item.row * p.q_row_stride + (item.head0 + warp) * p.q_head_stride;
-  uint4 pieces[kHeadsPerWarp][kPerLane];
-#pragma unroll
-  for (int h = 0; h < kHeadsPerWarp; ++h) {
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int piece = i * 32 + c.lane;
-      pieces[h][i] = piece < kPieces ? load_query_piece(q + h * kWarps * p.q_head_stride + piece * 8, vectors)
-                                     : make_uint4(0, 0, 0, 0);
-    }
-  }
-#pragma unroll
-  for (int h = 0; h < kHeadsPerWarp; ++h) {
-    const int head = warp + h * kWarps;
-    float peak = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i)
-      if (i * 32 + c.lane < kLatentPieces) peak = query_peak(pieces[h][i], peak);
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, lanes));
-    const int exponent = query_exponent(peak);
-    const float factor = power_of_two(-exponent);
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int piece = i * 32 + c.lane;
-      if (piece >= kPieces) continue;
-      const uint4& x = pieces[h][i];
-      uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-      for (uint32_t& pair : pairs) pair = scaled_query(pair, piece < kLatentPieces, factor);
-      set_shared(c.base + kQueryOffset + piece / 8 * kChunkBytes + swizzled(head, piece % 8),
-                 make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
-    }
-    if (c.lane == 0) set_shared(c.base + kPeakOffset + head * 4, power_of_two(exponent) * (p.softmax_scale * kLog2e));
-  }
-  fence_async_proxy();
-  named_barrier(kConsumerBarrier, kConsumers);
-  c.query_factor[0] = shared_f32(c.base + kPeakOffset + c.row * 4);
-  c.query_factor[1] = shared_f32(c.base + kPeakOffset + (c.row + 8) * 4);
-  named_barrier(kConsumerBarrier, kConsumers);  // the peaks' memory is free again
-}
-
 // Starts s += q . k over one chunk of the own tile.
 __device__ __forceinline__ void start_chunk(const Consumer& c, float (&s)[32], int chunk, bool rope, bool add) {
   const uint64_t q = swizzled_tile(c.base + kQueryOffset + chunk * kChunkBytes);
@@ -143,11 +87,13 @@ template <bool kMayMix>
 __device__ __forceinline__ void start_other_step(Consumer& c) {
   const int owner = c.w ^ 1;
   mbarrier_wait(c.barriers.weights(owner), c.other_parity);
-  fence_async_proxy();
-  const uint32_t scratch = c.base + kScratchOffset + owner * kHeads * 4 + c.row * 4;
-  const float factor[2] = {shared_f32(scratch), shared_f32(scratch + 32)};
-  c.peak[0] = shared_f32(c.base + kPeakOffset + c.row * 4);
-  c.peak[1] = shared_f32(c.base + kPeakOffset + (c.row + 8) * 4);
+  float factor[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float peak = shared_f32(c.base + kPeakOffset + (c.row + 8 * i) * 4);
+    factor[i] = peak == c.peak[i] ? 1.0f : fast_exp2(c.peak[i] - peak);
+    c.peak[i] = peak;
+  }
   c.total[0] *= factor[0], c.total[1] *= factor[1];
   rescale(c, factor);
   const uint64_t v = values(c, owner), weights = swizzled_tile(c.tile(owner) + kRopeChunk * kChunkBytes);
@@ -162,24 +108,39 @@ __device__ __forceinline__ void start_other_step(Consumer& c) {
     } else {
       wgmma_n256_f16_transposed(c.o, advance(weights, k * 32), advance(v, k * 2048), true);
     }
+    if (!kMayMix) wgmma_commit();
   }
-  wgmma_commit();
+  if (kMayMix) wgmma_commit();
 }
 
-// The addition of the other consumer's step has ended: its tile's second half is free.
+// Frees the part of a tile whose values this consumer adds; kBehind groups have been committed since. 16 keys are freed
+// as soon as their products have ended; where steps can be mixed, those are one group (the compiler serialises four).
+template <bool kMayMix, int kBehind>
+__device__ __forceinline__ void release_part(const Consumer& c, int tile, int part) {
+  auto release = [&](int quarter) { mbarrier_arrive_if(c.lane == 0, c.barriers.empty(tile, part, quarter)); };
+  constexpr int kLater = kMayMix ? 0 : 1;  // groups that a quarter adds
+  __syncwarp();
+  wgmma_wait<kBehind + 3 * kLater>();
+  release(0);
+  wgmma_wait<kBehind + 2 * kLater>();
+  release(1);
+  wgmma_wait<kBehind + kLater>();
+  release(2);
+  wgmma_wait<kBehind>();
+  release(3);
+}
+
+template <bool kMayMix, int kBehind>
 __device__ __forceinline__ void release_other_step(Consumer& c) {
   c.other_parity ^= 1;
-  __syncwarp();
-  if (c.lane == 0) mbarrier_arrive(c.barriers.empty(c.w ^ 1, 1));
+  release_part<kMayMix, kBehind>(c, c.w ^ 1, 1);
 }
 
-// Peaks and factors for the other consumer; then lets it go on with the weights.
+// Peaks for the other consumer; then lets it go on with the weights.
 template <bool kMayMix>
-__device__ __forceinline__ void publish(const Consumer& c, bool mixed, const float (&factor)[2]) {
+__device__ __forceinline__ void publish(const Consumer& c, bool mixed) {
   if (c.lane % 4 == 0) {
-    const uint32_t scratch = c.base + kScratchOffset + (c.w * kHeads + c.row) * 4, peaks = c.base + kPeakOffset;
-    set_shared(scratch, factor[0]);
-    set_shared(scratch + 32, factor[1]);
+    const uint32_t peaks = c.base + kPeakOffset;
     set_shared(peaks + c.row * 4, c.peak[0]);
     set_shared(peaks + (c.row + 8) * 4, c.peak[1]);
     if (kMayMix) set_shared(c.barriers.mixed(c.w), static_cast<uint32_t>(mixed));
@@ -188,27 +149,39 @@ __device__ __forceinline__ void publish(const Consumer& c, bool mixed, const flo
   mbarrier_arrive(c.barriers.weights(c.w));
 }
 
+// The last own scores of an item exist: its queries are not needed any more.
+__device__ __forceinline__ void release_queries(const Consumer& c, bool last) {
+  mbarrier_arrive_if(last && c.lane == 0, c.barriers.item_empty());
+}
+
 // The tensor core works on the own q.k, first half, the other's step, the own q.k, second half: the other's step waits
 // for weights while the first half runs, and its tile is free before the own scores are complete.
 template <bool kMayMix>
-__device__ __forceinline__ void uniform_step(Consumer& c, bool first) {
-  float s[32], factor[2];
+__device__ __forceinline__ void uniform_step(Consumer& c, bool first, bool last) {
+  float s[32], factor[2], units[16];
   start_own_half(c, s);
+  float least = INFINITY, largest = 0.0f;
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+    units[j] = unit<true>(c, j);  // now, while products run: behind them each load would be waited for
+    least = fminf(least, units[j]);
+    largest = fmaxf(largest, units[j]);
+  }
   if (!first) start_other_step<kMayMix>(c);
   start_rest(c, s);
-  wgmma_wait<1>();
-  if (!first) release_other_step(c);
-  const bool common = is_common_step(c);
+  if (!first) release_other_step<kMayMix, 1>(c);
+  const bool common = is_common_step(c, least, largest);
   wgmma_wait<0>();
   pin(s);
   pin(c.o[0]);
   pin(c.o[1]);
+  release_queries(c, last);
   uint32_t packed[16];
-  softmax(c, common, s, packed, factor);
+  softmax(c, common, s, units, packed, factor);
 #pragma unroll
   for (int quarter = 0; quarter < 4; ++quarter)
     store_quarter(c, published_weights(c), quarter, fragment(packed, quarter));
-  publish<kMayMix>(c, false, factor);
+  publish<kMayMix>(c, false);
   rescale(c, factor);
   const uint64_t v = values(c, c.w);
   wgmma_fence();
@@ -220,15 +193,16 @@ __device__ __forceinline__ void uniform_step(Consumer& c, bool first) {
     } else {
       wgmma_n256_f16_transposed(c.o, fragment(packed, k), advance(v, k * 2048), true);
     }
+    if (!kMayMix) wgmma_commit();
   }
-  wgmma_commit();
-  wgmma_wait<0>();
+  if (kMayMix) wgmma_commit();
+  release_part<kMayMix, 0>(c, c.w, 0);
   pin(c.o[0]);
   pin(c.o[1]);
 }
 
 // A mixed step: the sum changes its unit after each scale tile, and each tile's values have their own weights.
-__device__ __forceinline__ void mixed_step(Consumer& c, bool first) {
+__device__ __forceinline__ void mixed_step(Consumer& c, bool first, bool last) {
   float s[32], factor[2];
   wait_part(c, 1);
   start_scale_tile(c, s, 0);
@@ -237,7 +211,7 @@ __device__ __forceinline__ void mixed_step(Consumer& c, bool first) {
   change_unit(c, s, 0);
   pin(c.o[0]);
   pin(c.o[1]);
-  if (!first) release_other_step(c);
+  if (!first) release_other_step<true, 0>(c);
 #pragma unroll
   for (int t = 1; t < kLatentTiles; ++t) {
     start_scale_tile(c, s, t);
@@ -247,11 +221,14 @@ __device__ __forceinline__ void mixed_step(Consumer& c, bool first) {
   wgmma_fence();
   start_chunk(c, s, kRopeChunk, true, true);
   wgmma_commit();
-  const bool common = is_common_step(c);
+  const float units[2] = {unit_of(shared_f32(c.factors(c.lane) + 12)),
+                          unit_of(shared_f32(c.factors(c.lane + 32) + 12))};
+  const bool common = is_common_step(c, fminf(units[0], units[1]), fmaxf(units[0], units[1]));
   wgmma_wait<0>();
   pin(s);
   pin(c.o[0]);
   pin(c.o[1]);
+  release_queries(c, last);
   uint32_t own[2][16];
   float total[2];
   move_peaks<false>(c, s, factor);
@@ -259,7 +236,7 @@ __device__ __forceinline__ void mixed_step(Consumer& c, bool first) {
   else find_mixed_weights<false>(c, s, has_extreme_units(c), own, total);
   c.total[0] = c.total[0] * factor[0] + total[0];
   c.total[1] = c.total[1] * factor[1] + total[1];
-  publish<true>(c, true, factor);
+  publish<true>(c, true);
   rescale(c, factor);
   const uint64_t v = values(c, c.w);
   wgmma_fence();
@@ -269,23 +246,19 @@ __device__ __forceinline__ void mixed_step(Consumer& c, bool first) {
     wgmma_n128_f16_transposed(c.o[1], fragment(own[1], k), advance(v, 2 * kChunkBytes + k * 2048), true);
   }
   wgmma_commit();
-  wgmma_wait<0>();
+  release_part<true, 0>(c, c.w, 0);
   pin(c.o[0]);
   pin(c.o[1]);
 }
 
+// first, last: of all steps, of the own steps of an item.
 template <bool kMayMix>
-__device__ __forceinline__ void own_step(Consumer& c, bool first) {
+__device__ __forceinline__ void own_step(Consumer& c, bool first, bool last) {
   asm volatile("" : "+r"(c.base));  // keeps ptxas from holding every descriptor in registers across steps
   wait_part(c, 0);
-  if (kMayMix && is_mixed_step(c)) mixed_step(c, first);
-  else uniform_step<kMayMix>(c, first);
+  if (kMayMix && is_mixed_step(c)) mixed_step(c, first, last);
+  else uniform_step<kMayMix>(c, first, last);
   c.own_parity ^= 1;
-  __syncwarp();
-  if (c.lane == 0) {
-    mbarrier_arrive(c.barriers.empty(c.w, 0));
-    mbarrier_arrive(c.barriers.empty(c.w, 1));
-  }
 }
 
 // Exchanges four registers between the four lanes of a quad: lane i ends with everybody's register i, in lane order.
@@ -306,18 +279,20 @@ __device__ __forceinline__ void store_results(const SparseMlaParams& p, const Ke
     c.total[i] += __shfl_xor_sync(~0u, c.total[i], 1);
     c.total[i] += __shfl_xor_sync(~0u, c.total[i], 2);
   }
-  named_barrier(kConsumerBarrier, kConsumers);  // scratch and queries are free
-  const uint32_t scratch = c.base + kScratchOffset + c.row * 4;
+  // Behind the first barrier all peaks have been read; their place takes the totals of consumer 1.
+  const uint32_t places[2] = {c.base + kTotalOffset + c.row * 4, c.base + kPeakOffset + c.row * 4};
+  const uint32_t own = places[c.w], others = places[c.w ^ 1];
+  named_barrier(kConsumerBarrier, kConsumers);
   if (c.lane % 4 == 0) {
-    set_shared(scratch + c.w * kHeads * 4, c.total[0]);
-    set_shared(scratch + c.w * kHeads * 4 + 32, c.total[1]);
+    set_shared(own, c.total[0]);
+    set_shared(own + 32, c.total[1]);
   }
   named_barrier(kConsumerBarrier, kConsumers);
   const int64_t row = whole ? item.row : item.part * p.rows + item.row;
   float* lse = whole ? p.lse : split.partial_lse;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    total[i] = shared_f32(scratch + i * 32) + shared_f32(scratch + kHeads * 4 + i * 32);
+    total[i] = c.total[i] + shared_f32(others + i * 32);
     inverse[i] = 1.0f / total[i];
     if (c.w == 0 && c.lane % 4 == 0)
       lse[row * p.heads + item.head0 + c.row + i * 8] =
@@ -357,24 +332,25 @@ __device__ __forceinline__ void consume(const SparseMlaParams& p, const KeySplit
   int count = 0;
   for (int64_t number = blockIdx.x; number < items; number += gridDim.x, ++count) {
     const Item item = work_item(p, split, number);
-    mbarrier_wait(c.barriers.item_full(count & 1), count >> 1 & 1);
-    const int steps = static_cast<int>(shared_u32(c.barriers.steps(count & 1)));
+    mbarrier_wait(c.barriers.item_full(), count & 1);
+    const int steps = static_cast<int>(shared_u32(c.barriers.steps()));
+    c.query_factor[0] = shared_f32(c.base + kQueryFactorOffset + c.row * 4);
+    c.query_factor[1] = shared_f32(c.base + kQueryFactorOffset + (c.row + 8) * 4);
     __syncwarp();
-    if (c.lane == 0) mbarrier_arrive(c.barriers.item_empty(count & 1));
-    load_queries(p, item, c);
+    release_queries(c, steps <= c.w);
     c.peak[0] = c.peak[1] = -INFINITY;
     c.total[0] = c.total[1] = 0.0f;
 #pragma unroll
     for (int j = 0; j < 64; ++j) c.o[0][j] = c.o[1][j] = 0.0f;
-    for (int i = 0; i < steps; ++i) {
-      if ((i & 1) == c.w) {
-        own_step<kMayMix>(c, i == 0);
-      } else if (i == steps - 1) {
+#pragma unroll 1
+    for (int i = c.w; i <= steps; i += 2) {
+      if (i < steps) {
+        own_step<kMayMix>(c, i == 0, i + 2 >= steps);
+      } else if (i != 0) {  // the last step is the other's
         start_other_step<kMayMix>(c);
-        wgmma_wait<0>();
+        release_other_step<kMayMix, 0>(c);
         pin(c.o[0]);
         pin(c.o[1]);
-        release_other_step(c);
       }
     }
     store_results(p, split, item, c);

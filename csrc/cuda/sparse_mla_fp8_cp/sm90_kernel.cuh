@@ -24,12 +24,13 @@ __global__ __launch_bounds__(kThreads<Source>, 1) void attend(SparseMlaParams p,
     for (int i = 0; i < 2; ++i) {
       for (int part = 0; part < 2; ++part) {
         mbarrier_init(barriers.full(i, part), Source::kProducers);
-        mbarrier_init(barriers.empty(i, part), (part + 1) * kWarpgroup / 32);
+        for (int quarter = 0; quarter < kQuarters; ++quarter)
+          mbarrier_init(barriers.empty(i, part, quarter), kWarpgroup / 32);
       }
       mbarrier_init(barriers.weights(i), kWarpgroup);
-      mbarrier_init(barriers.item_full(i), 1);
-      mbarrier_init(barriers.item_empty(i), kConsumers / 32);
     }
+    mbarrier_init(barriers.item_full(), Source::kProducers);
+    mbarrier_init(barriers.item_empty(), kConsumers / 32);
   }
   __syncthreads();
   if (threadIdx.x < kConsumers) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../device/cp_async.cuh"
-#include "sm90_tile.cuh"
+#include "sm90_queries.cuh"
 
 namespace sparse_cp_ops {
 namespace sm90 {
@@ -82,7 +82,7 @@ struct TileUse {
         barriers(b) {
     uses ^= 1u << tile;
   }
-  __device__ void wait(int part) const { mbarrier_wait(barriers.empty(tile, part), parity); }
+  __device__ void wait(int part, int quarter) const { mbarrier_wait(barriers.empty(tile, part, quarter), parity); }
   __device__ uint32_t full(int part) const { return barriers.full(tile, part); }
 };
 
@@ -93,19 +93,24 @@ struct WorkspaceSource {
 
   __device__ bool may_mix() const { return *workspace.mixed != 0; }
 
-  // Half `half` of the latent dimensions; with part 1 the RoPE chunk. `sources`: this lane's 16 bytes of the first
-  // chunk.
+  // Part kPart of a tile, half `half` of the latent dimensions. Row i of a thread lies in quarter i; the RoPE chunk
+  // holds weights until all of the part is free. `sources`: this lane's 16 bytes of the first chunk.
+  static_assert(kRowsAtOnce<kRows> * kQuarters == kKeys);
   template <int kPart>
   __device__ static void load(const int (&rows)[kRows], const uint8_t* const (&sources)[kRows], int half,
-                              uint32_t target) {
+                              uint32_t target, const TileUse& use) {
+    auto load_chunk = [&](int i, int chunk) {
+      cp_async_16(target + chunk * kChunkBytes + i * kRowsAtOnce<kRows> * 128, sources[i] + chunk * 128, rows[i] >= 0);
+    };
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
+      use.wait(kPart, i);
 #pragma unroll
-      for (int j = 0; j < kLatentChunks / 2 + kPart; ++j) {
-        const int chunk = j < kLatentChunks / 2 ? half * (kLatentChunks / 2) + j : kRopeChunk;
-        cp_async_16(target + chunk * kChunkBytes + i * kRowsAtOnce<kRows> * 128, sources[i] + chunk * 128,
-                    rows[i] >= 0);
-      }
+      for (int j = 0; j < kLatentChunks / 2; ++j) load_chunk(i, half * (kLatentChunks / 2) + j);
+    }
+    if (kPart == 1) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) load_chunk(i, kRopeChunk);
     }
   }
 
@@ -130,14 +135,12 @@ struct WorkspaceSource {
       sources[i] = workspace.rows + max(rows[i], 0) * int64_t{kWorkspaceRowBytes} + lane * 16;
     const TileUse use(barriers, base, kTile, uses);
     const uint32_t target = use.address + swizzled(next.row0, lane);
-    use.wait(0);
-    load<0>(rows, sources, kTile, target);
+    load<0>(rows, sources, kTile, target, use);
     load_factors(rows, next.row0, use.factors);
     mbarrier_arrive_after_cp_async(use.full(0));
     int pages[kRows];
     lookup.find_pages(next.entries, pages);
-    use.wait(1);
-    load<1>(rows, sources, kTile ^ 1, target);
+    load<1>(rows, sources, kTile ^ 1, target, use);
     mbarrier_arrive_after_cp_async(use.full(1));
     lookup.find_rows(next.entries, pages, rows);
     next.load(step + 2);
@@ -145,14 +148,22 @@ struct WorkspaceSource {
 
   __device__ void fill(const SparseMlaParams& p, int page_shift, StepEntries<kRows>& next, int steps, uint32_t base,
                        const Barriers& barriers, uint32_t& uses) const {
+    const QueryLoader<kProducers> queries(p, base);
+    queries.copy(next.item);
     const Lookup lookup(p, next.keys, page_shift, workspace.per_request);
     int rows[kRows], pages[kRows];
     lookup.find_pages(next.entries, pages);
     lookup.find_rows(next.entries, pages, rows);
     next.load(1);
-    for (int step = 0; step < steps; step += 2) {
+    // The first keys are on their way before the queries are converted; the second tile becomes free later. No branch
+    // around a tile in the loop: where two values of `next` met, the compiler would wait for the loads of one to copy
+    // it.
+    if (steps > 0) fill_tile<0>(lookup, next, rows, 0, base, barriers, uses);
+    queries.convert(barriers.item_full());
+    for (int step = 1; step < steps; ++step) {
+      fill_tile<1>(lookup, next, rows, step, base, barriers, uses);
+      if (++step >= steps) break;
       fill_tile<0>(lookup, next, rows, step, base, barriers, uses);
-      if (step + 1 < steps) fill_tile<1>(lookup, next, rows, step + 1, base, barriers, uses);
     }
   }
 };
@@ -198,7 +209,8 @@ struct DirectSource {
     }
     __device__ uint32_t rope(int k) const { return tile(k) + kRopeChunk * kChunkBytes + swizzled(next.row0, lane()); }
 
-    __device__ uint32_t empty(int k) const { return barriers.empty(k >> 1 & 1, k & 1); }
+    // The last quarter is freed last.
+    __device__ uint32_t empty(int k) const { return barriers.empty(k >> 1 & 1, k & 1, kQuarters - 1); }
     __device__ uint32_t parity(int k) const { return (uses >> (k >> 1 & 1) ^ k >> 2 ^ 1) & 1; }
     __device__ bool is_free(int k) const { return __all_sync(~0u, mbarrier_test(empty(k), parity(k))) != 0; }
 
@@ -277,13 +289,20 @@ struct DirectSource {
 
   __device__ void fill(const SparseMlaParams& p, int page_shift, StepEntries<kRows>& next, int steps, uint32_t base,
                        const Barriers& barriers, uint32_t& uses) const {
+    const QueryLoader<kProducers> queries(p, base);
+    queries.copy(next.item);
     Walk walk{p, barriers, next, Lookup(p, next.keys, page_shift, 0), base, uses, page_shift};
     walk.lookup.find_pages(next.entries, walk.pages);
     int copied = 0, converted = 0;
-    while (converted < 2 * steps) {
-      if (copied == converted) mbarrier_wait(walk.empty(copied), walk.parity(copied));
-      if (copied == converted || (copied < 2 * steps && walk.is_free(copied))) {
+    bool queries_wait = true;  // the first keys are on their way before the queries are converted
+    while (queries_wait || converted < 2 * steps) {
+      const bool more = copied < 2 * steps;
+      if (more && copied == converted) mbarrier_wait(walk.empty(copied), walk.parity(copied));
+      if (more && (copied == converted || walk.is_free(copied))) {
         walk.copy(copied++);
+      } else if (queries_wait) {
+        queries.convert(barriers.item_full());
+        queries_wait = false;
       } else {
         wait_for_copies(copied - converted - 1);
         walk.convert(converted++);
@@ -307,11 +326,8 @@ __device__ __forceinline__ void produce(const SparseMlaParams& p, const KeySplit
     next.load(0);
     prefetch_queries<Source::kProducers>(p, item, thread);
     const int steps = count_steps<Source::kProducers>(p, keys, item, thread, barriers.scan(0));
-    if (thread == 0) {
-      mbarrier_wait(barriers.item_empty(count & 1), (count >> 1 & 1) ^ 1);
-      set_shared(barriers.steps(count & 1), static_cast<uint32_t>(steps));
-      mbarrier_arrive(barriers.item_full(count & 1));
-    }
+    mbarrier_wait(barriers.item_empty(), (count & 1) ^ 1);
+    if (thread == 0) set_shared(barriers.steps(), static_cast<uint32_t>(steps));
     source.fill(p, page_shift, next, steps, base, barriers, uses);
   }
 }

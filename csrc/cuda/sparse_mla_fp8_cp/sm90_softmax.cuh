@@ -65,10 +65,10 @@ __device__ __forceinline__ bool is_mixed_step(const Consumer& c) {
 }
 
 // Whether the own step is of the common kind: all keys used, none with an extreme unit, and peaks to compare with.
-__device__ __forceinline__ bool is_common_step(const Consumer& c) {
-  const float u = unit_of(shared_f32(c.factors(c.lane) + 12)), v = unit_of(shared_f32(c.factors(c.lane + 32) + 12));
-  return __all_sync(~0u, fminf(u, v) >= kSmallestUnit && fmaxf(u, v) <= kLargestUnit && c.peak[0] != -INFINITY &&
-                             c.peak[1] != -INFINITY);
+// `least`, `largest`: units of this lane's share of the keys.
+__device__ __forceinline__ bool is_common_step(const Consumer& c, float least, float largest) {
+  return __all_sync(
+      ~0u, least >= kSmallestUnit && largest <= kLargestUnit && c.peak[0] != -INFINITY && c.peak[1] != -INFINITY);
 }
 __device__ __forceinline__ bool has_extreme_units(const Consumer& c) {
   bool extreme = false;
@@ -129,8 +129,8 @@ __device__ __forceinline__ float shift_of(float peak) {
 // Weights as f16 pairs in fragment order, [8 keys][row, row + 8], and the sums of exp2(logit - peak); whether all
 // weights are small enough for the present peaks.
 template <bool kCommon>
-__device__ __forceinline__ bool find_weights(const Consumer& c, const float (&s)[32], bool extreme,
-                                             uint32_t (&packed)[16], float (&total)[2]) {
+__device__ __forceinline__ bool find_weights(const Consumer& c, const float (&s)[32], const float (&units)[16],
+                                             bool extreme, uint32_t (&packed)[16], float (&total)[2]) {
   constexpr float kLargest = 0x1p14f;  // twice that still fits f16
   const float shift[2] = {shift_of(c.peak[0]), shift_of(c.peak[1])};
   total[0] = total[1] = 0.0f;
@@ -140,7 +140,7 @@ __device__ __forceinline__ bool find_weights(const Consumer& c, const float (&s)
     float w[2][2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const float u = unit<true>(c, 2 * j + e);
+      const float u = units[2 * j + e];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const Weight x = weigh<kCommon>(s[4 * j + e + 2 * i], c.query_factor[i], u, shift[i], extreme);
@@ -159,15 +159,15 @@ __device__ __forceinline__ bool find_weights(const Consumer& c, const float (&s)
 }
 
 // Scores -> weights. A step of the common kind without a logit far above the peaks needs no maximum.
-__device__ __forceinline__ void softmax(Consumer& c, bool common, const float (&s)[32], uint32_t (&packed)[16],
-                                        float (&factor)[2]) {
+__device__ __forceinline__ void softmax(Consumer& c, bool common, const float (&s)[32], const float (&units)[16],
+                                        uint32_t (&packed)[16], float (&factor)[2]) {
   float total[2];
   factor[0] = factor[1] = 1.0f;
-  if (common) common = __all_sync(~0u, find_weights<true>(c, s, false, packed, total)) != 0;
+  if (common) common = __all_sync(~0u, find_weights<true>(c, s, units, false, packed, total)) != 0;
   if (!common) {
     const bool extreme = has_extreme_units(c);
     move_peaks<true>(c, s, factor);
-    find_weights<false>(c, s, extreme, packed, total);
+    find_weights<false>(c, s, units, extreme, packed, total);
   }
   c.total[0] = c.total[0] * factor[0] + total[0];
   c.total[1] = c.total[1] * factor[1] + total[1];

@@ -32,25 +32,29 @@ inline constexpr uint32_t kKeyOffset = kTileBytes;  // two steps' tiles; consume
 // Weights of an owned step for the other consumer lie in the tile's RoPE chunk, which is dead by then. With scales that
 // are no powers of two they differ between the other's two scale tiles; the second set lies here.
 inline constexpr uint32_t kWeightsOffset = 3 * kTileBytes;
-inline constexpr uint32_t kFactorOffset = kWeightsOffset + kChunkBytes;  // float4 [2][64], see Workspace
-inline constexpr uint32_t kPeakOffset = kFactorOffset + 2 * kKeys * 16;  // float [64]
-inline constexpr uint32_t kScratchOffset = kPeakOffset + kHeads * 4;     // float [2][64]
-inline constexpr uint32_t kBarrierOffset = kScratchOffset + 2 * kHeads * 4;
-inline constexpr uint32_t kSharedBytes = kBarrierOffset + 160;
+inline constexpr uint32_t kFactorOffset = kWeightsOffset + kChunkBytes;         // float4 [2][64], see Workspace
+inline constexpr uint32_t kQueryFactorOffset = kFactorOffset + 2 * kKeys * 16;  // float [64], comes with the queries
+inline constexpr uint32_t kPeakOffset = kQueryFactorOffset + kHeads * 4;        // float [64]
+inline constexpr uint32_t kTotalOffset = kPeakOffset + kHeads * 4;              // float [64]
+inline constexpr uint32_t kBarrierOffset = kTotalOffset + kHeads * 4;
+inline constexpr uint32_t kSharedBytes = kBarrierOffset + 240;
 static_assert(kSharedBytes <= 227 * 1024);
 
 // A tile is filled and freed in two parts: 0, the half of the latent dimensions whose values its owner adds, and 1, the
-// other half with the RoPE chunk, which the other consumer is last to use.
+// other half with the RoPE chunk, whose values the other consumer adds. A part is freed by 16 keys at a time.
+inline constexpr int kQuarters = 4;
 struct Barriers {
   uint32_t base;
   __device__ uint32_t full(int tile, int part) const { return base + 8 * (2 * tile + part); }
-  __device__ uint32_t empty(int tile, int part) const { return base + 32 + 8 * (2 * tile + part); }
-  __device__ uint32_t weights(int tile) const { return base + 64 + 8 * tile; }  // its owner has written the weights
-  __device__ uint32_t item_full(int slot) const { return base + 80 + 8 * slot; }
-  __device__ uint32_t item_empty(int slot) const { return base + 96 + 8 * slot; }
-  __device__ uint32_t steps(int slot) const { return base + 112 + 4 * slot; }  // int: steps of an item
-  __device__ uint32_t scan(int warp) const { return base + 128 + 4 * warp; }   // int: scratch of the producer's warps
-  __device__ uint32_t mixed(int tile) const { return base + 120 + 4 * tile; }  // whether its step is a mixed one
+  __device__ uint32_t empty(int tile, int part, int quarter) const {
+    return base + 32 + 8 * (kQuarters * (2 * tile + part) + quarter);
+  }
+  __device__ uint32_t weights(int tile) const { return base + 160 + 8 * tile; }  // its owner has written the weights
+  __device__ uint32_t item_full() const { return base + 176; }
+  __device__ uint32_t item_empty() const { return base + 184; }                // all its scores exist
+  __device__ uint32_t steps() const { return base + 192; }                     // int: steps of the item
+  __device__ uint32_t mixed(int tile) const { return base + 196 + 4 * tile; }  // whether its step is a mixed one
+  __device__ uint32_t scan(int warp) const { return base + 204 + 4 * warp; }   // int: scratch of the producer's warps
 };
 inline constexpr int kConsumerBarrier = 1;
 
