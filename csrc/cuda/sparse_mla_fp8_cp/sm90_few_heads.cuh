@@ -38,14 +38,14 @@ template <int kHeads_, int kScorers_>
 struct Shape {
   static constexpr int kHeads = kHeads_, kScorers = kScorers_, kAdders = 2;
   static constexpr int kScorerThreads = kScorers * kWarpgroup, kAdderThreads = kAdders * kWarpgroup;
-  static constexpr int kProducerGroups = 2, kProducerThreads = kProducerGroups * kWarpgroup;  // of four warps
+  static constexpr int kProducerThreads = kWarpgroup;
   static constexpr int kThreads = kScorerThreads + kAdderThreads + kProducerThreads;
   // A block's registers are those that it was launched with; the roles divide them.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static constexpr int kScorerRegisters = kScorers == 2 ? 104 : 88, kAdderRegisters = kScorers == 2 ? 112 : 88;
-  static constexpr int kProducerRegisters = kScorers == 2 ? 24 : 32;
-  static_assert(kScorers * kScorerRegisters + kAdders * kAdderRegisters + kProducerGroups * kProducerRegisters <=
-                (kScorers + kAdders + kProducerGroups) * kLaunchRegisters);
+  static constexpr int kProducerRegisters = kScorers == 2 ? 48 : 40;
+  static_assert(kScorers * kScorerRegisters + kAdders * kAdderRegisters + kProducerRegisters <=
+                (kScorers + kAdders + 1) * kLaunchRegisters);
   static constexpr int kSums = kScorers == 2 ? 1 : 2;  // of scale tiles that a scorer has registers for
   // Pairs of products whose keys, or values, are read in advance.
   static constexpr int kAhead = kScorers == 2 ? 2 : 3, kAdderAhead = 2;
@@ -63,7 +63,7 @@ struct Shape {
   static constexpr uint32_t kStateOffset = kQueryFactorOffset + kHeads * 4;
   static constexpr uint32_t kStateBytes = kHeads * 4 + 32;
   static constexpr uint32_t kFinalOffset = kStateOffset + 2 * kStateBytes;  // of this item and the next
-  static constexpr uint32_t kFinalBytes = 4 * kHeads * 4 + 48;
+  static constexpr uint32_t kFinalBytes = 3 * kHeads * 4 + 32;
   static constexpr uint32_t kMoveOffset = kFinalOffset + kFinalBytes;  // [scorer]
   static constexpr uint32_t kMoveBytes = kHeads * 4 + 32;
   static constexpr uint32_t kScratchOffset = kMoveOffset + kScorers * kMoveBytes;        // float [scorer][warp][heads]
@@ -73,7 +73,7 @@ struct Shape {
   static constexpr int kMaxParts = few_heads_parts(kHeads), kStateWords = 2 * kHeads + kLatentTiles;
   static constexpr uint32_t kRecordsOffset =
       kStatesOffset + kMaxParts * kStateWords * 4;  // pointers [warp][2][quarter]
-  static constexpr uint32_t kBarrierOffset = kRecordsOffset + kProducerThreads / 32 * 2 * kQuarter * 8;
+  static constexpr uint32_t kBarrierOffset = kRecordsOffset + 4 * 2 * kQuarter * 8;
   static constexpr uint32_t kFewBarriers = kScorers * 3 + 4;
   static constexpr uint32_t kSlotBarrierOffset = kBarrierOffset + kFewBarriers * 8;
   static constexpr uint32_t kLimit = 227 * 1024, kBytesASlot = kQuarterBytes + 20;  // two barriers and a mask
@@ -81,9 +81,9 @@ struct Shape {
   static constexpr uint32_t kMaskOffset = kSlotBarrierOffset + kSlots * 16;
   static constexpr uint32_t kRingOffset = (kMaskOffset + kSlots * 4 + 15) / 16 * 16;
   static constexpr uint32_t kSharedBytes = kRingOffset + kSlots * kQuarterBytes;
-  // A producer warp passes over at most two steps and an item's queries; a barrier shows one round.
-  static_assert(kSlots >= 8 + kQuerySlots && kSlots <= 32);
-  static_assert(kSharedBytes <= kLimit && kRecordsOffset % 16 == 0 && kSlots >= (kScorers + 1) * 4 - 1);
+  static_assert(kSharedBytes <= kLimit && kRecordsOffset % 16 == 0 && kSlots <= 32 && kSlots >= (kScorers + 1) * 4 - 1);
+  // A producer warp passes over an item's queries and a step; a barrier shows one round.
+  static_assert(kSlots >= 4 + kQuerySlots);
 
   // What the blocks of a cluster send each other: states, in memory of their own; sums, in pieces of half a head, which
   // lie in the ring in front of those that arrive. The pitch spreads the pieces over the banks.
@@ -118,15 +118,13 @@ struct Shape {
   __device__ static uint32_t peak(uint32_t base, int head) { return base + kStateOffset + head * 4; }
   __device__ static uint32_t reference(uint32_t base) { return base + kStateOffset + kHeads * 4; }
   __device__ static uint32_t version(uint32_t base) { return base + kStateOffset + kHeads * 4 + 16; }
-  // Final state of the block: peaks, totals, references; then, of its cluster, factors of heads and ratios of tiles
-  // that lead to the joint state, the inverse totals, and the powers behind the references.
+  // Final state of the block: peaks, totals, references; then, of its cluster, the inverse totals, and the powers
+  // behind the joint references.
   __device__ static uint32_t final_peak(uint32_t base, int head) { return base + kFinalOffset + head * 4; }
   __device__ static uint32_t final_total(uint32_t base, int head) { return final_peak(base, kHeads + head); }
-  __device__ static uint32_t joint_factor(uint32_t base, int head) { return final_peak(base, 2 * kHeads + head); }
-  __device__ static uint32_t joint_inverse(uint32_t base, int head) { return final_peak(base, 3 * kHeads + head); }
-  __device__ static uint32_t final_reference(uint32_t base, int tile) { return final_peak(base, 4 * kHeads + tile); }
-  __device__ static uint32_t joint_ratio(uint32_t base, int tile) { return final_peak(base, 4 * kHeads + 4 + tile); }
-  __device__ static uint32_t joint_power(uint32_t base, int tile) { return final_peak(base, 4 * kHeads + 8 + tile); }
+  __device__ static uint32_t joint_inverse(uint32_t base, int head) { return final_peak(base, 2 * kHeads + head); }
+  __device__ static uint32_t final_reference(uint32_t base, int tile) { return final_peak(base, 3 * kHeads + tile); }
+  __device__ static uint32_t joint_power(uint32_t base, int tile) { return final_peak(base, 3 * kHeads + 4 + tile); }
   __device__ static uint32_t totals(uint32_t base, int w, int warp) {
     return base + kTotalsOffset + (w * 4 + warp) * kHeads * 4;
   }

@@ -80,8 +80,10 @@ __device__ __forceinline__ void add_values(Adder<S>& c, const RingPosition<S>& p
     for (int pair = 0; pair < 2; ++pair)
       wgmma_registers_f16(c.o[tile][pair], a[pair], advance(weights, tile * S::kChunkBytes + product * 32), true);
     wgmma_commit();
-    __syncwarp();
-    if (tile == S::kTiles - 1 && c.lane == 0) mbarrier_arrive(S::empty(c.base, slots[product]));
+    if (tile == S::kTiles - 1) {
+      __syncwarp();
+      if (c.lane == 0) mbarrier_arrive(S::empty(c.base, slots[product]));
+    }
   }
   wgmma_wait<0>();
 #pragma unroll

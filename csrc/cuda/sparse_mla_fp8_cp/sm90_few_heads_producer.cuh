@@ -1,4 +1,4 @@
-// Few heads, producer warps: lists -> records in the ring. Warp i takes quarter i % 4 of each step, or of every other.
+// Few heads, producer warps: queries, then lists -> records, in the ring. Warp i takes quarter i of each step.
 #pragma once
 
 #include "../device/bulk_copy.cuh"
@@ -39,14 +39,18 @@ __device__ __forceinline__ int32_t load_int(const int32_t* address) {
   return x;
 }
 
-// Queries of kSlotHeads heads, by one warp.
+// Queries of an item: kSlotHeads heads a warp, as far as there are.
 template <class S>
-__device__ __forceinline__ void copy_queries(const SparseMlaParams& p, const uint16_t* q, RingPosition<S> position,
-                                             uint32_t base) {
+__device__ __forceinline__ void copy_queries(const SparseMlaParams& p, const Item& item, int warp,
+                                             RingPosition<S> position, uint32_t base) {
+  if (warp >= S::kQuerySlots) return;
   constexpr uint32_t kHeadBytes = kQkDim * 2;
-  const int lane = threadIdx.x % 32, slot = position.slot();
+  const RingPosition<S> mine = position + warp;
+  const int lane = threadIdx.x % 32, slot = mine.slot();
   const uint32_t full = S::full(base, slot), target = S::quarter(base, slot);
-  mbarrier_wait(S::empty(base, slot), position.parity() ^ 1);
+  const auto* q = static_cast<const uint16_t*>(p.q) + item.row * p.q_row_stride +
+                  (item.head0 + warp * kSlotHeads) * p.q_head_stride;
+  mbarrier_wait(S::empty(base, slot), mine.parity() ^ 1);
   if (reinterpret_cast<uintptr_t>(p.q) % 16 == 0 && p.q_row_stride % 8 == 0 && p.q_head_stride % 8 == 0) {
     if (lane == 0) mbarrier_expect_bytes(full, kSlotHeads * kHeadBytes);
     __syncwarp();
@@ -58,6 +62,7 @@ __device__ __forceinline__ void copy_queries(const SparseMlaParams& p, const uin
         const uint16_t* x = q + head * p.q_head_stride + i * 2;
         set_shared(target + head * kHeadBytes + i * 4, x[0] | static_cast<uint32_t>(x[1]) << 16);
       }
+    fence_async_proxy();  // a copy will overwrite them
     __syncwarp();
     if (lane == 0) mbarrier_arrive(full);
   }
@@ -66,39 +71,36 @@ __device__ __forceinline__ void copy_queries(const SparseMlaParams& p, const uin
 template <class S>
 __device__ __forceinline__ void produce(const SparseMlaParams& p, const KeySplit& split, int page_shift, int64_t items,
                                         uint32_t base) {
-  constexpr int kGroups = S::kProducerThreads / kWarpgroup;  // of four warps; they take the steps in turn
-  const int lane = threadIdx.x % 32, half = lane / kQuarter;
-  const int producer = __reduce_max_sync(~0u, (threadIdx.x - (S::kScorerThreads + S::kAdderThreads)) / 32);
-  const int quarter = producer % 4;
-  const uint32_t pointers = base + S::kRecordsOffset + producer * (2 * kQuarter * 8);
+  const int lane = threadIdx.x % 32;
+  // By a reduction, so that it and all addresses are in uniform registers: half as many instructions a copy.
+  const int warp = __reduce_max_sync(~0u, threadIdx.x / 32 % 4);
+  const uint32_t pointers = base + S::kRecordsOffset + warp * (2 * kQuarter * 8);
   uint32_t first_step = 0, item_count = 0;
   for (int64_t number = blockIdx.x; number < items; number += gridDim.x, ++item_count) {
     const Item item = work_item<S>(p, split, number);
     // Half a warp a step: two steps at a time. The first entries are under way before the row's request is known.
-    const int begin = (producer / 4 + kGroups - first_step % kGroups) % kGroups;
-    const int32_t* list = p.indices + item.row * p.indices_stride + item.begin + half * (kGroups * kKeys) +
-                          quarter * kQuarter + lane % kQuarter;
-    auto load_entry = [&](int step) { return step + half * kGroups < item.steps ? load_int(list + step * kKeys) : -1; };
-    const int32_t first = load_entry(begin);
-    int32_t entry = load_entry(begin + 2 * kGroups);
+    const int32_t* list = p.indices + item.row * p.indices_stride + item.begin + lane / kQuarter * kKeys +
+                          warp * kQuarter + lane % kQuarter;
+    auto load_entry = [&](int step) {
+      return step + lane / kQuarter < item.steps ? load_int(list + step * kKeys) : -1;
+    };
+    const int32_t first = load_entry(0);
+    int32_t entry = load_entry(2);
+    // A call's first queries are what it waits for; later ones wait for the ring, and lookups need not wait for them.
+    if (item_count == 0) copy_queries<S>(p, item, warp, queries_position<S>(first_step, item_count), base);
     const RowKeys keys = row_keys(p, item.row);
     Lookup lookup = begin_lookup(p, keys, page_shift, first);
-    if (producer / 4 == kGroups - 1 &&
-        quarter < S::kQuerySlots)  // the first step is not theirs, if there are two groups
-      copy_queries<S>(p,
-                      static_cast<const uint16_t*>(p.q) + item.row * p.q_row_stride +
-                          (item.head0 + quarter * kSlotHeads) * p.q_head_stride,
-                      queries_position<S>(first_step, item_count) + quarter, base);
-    for (int step = begin; step < item.steps; step += 2 * kGroups) {
+    if (item_count > 0) copy_queries<S>(p, item, warp, queries_position<S>(first_step, item_count), base);
+    for (int step = 0; step < item.steps; step += 2) {
       const uint8_t* record = finish_lookup(p, keys, page_shift, lookup);
       const uint32_t used = __ballot_sync(~0u, record != nullptr);
       set_shared(pointers + lane * 8,
                  reinterpret_cast<uint64_t>(record != nullptr ? record : reinterpret_cast<uint8_t*>(zero_record)));
       __syncwarp();
       lookup = begin_lookup(p, keys, page_shift, entry);  // both loads run during the copies below
-      entry = load_entry(step + 4 * kGroups);
-      for (int i = 0; i < 2 && step + i * kGroups < item.steps; ++i) {
-        const RingPosition<S> position = keys_position<S>(first_step + step + i * kGroups, item_count) + quarter;
+      entry = load_entry(step + 4);
+      for (int i = 0; i < 2 && step + i < item.steps; ++i) {
+        const RingPosition<S> position = keys_position<S>(first_step + step + i, item_count) + warp;
         const uint32_t mask = used >> i * kQuarter & 0xffff;
         const int slot = position.slot();
         const uint32_t full = S::full(base, slot), target = S::quarter(base, slot);

@@ -37,40 +37,44 @@ struct Scorer {
   __device__ int column(int j) const { return 8 * j + 2 * (lane % 4); }  // the first of two
 };
 
+__device__ __forceinline__ uint32_t word(const uint4& x, int i) {
+  return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+}
+
 // Queries of a block's heads, from the ring to where q.k reads them: the latent part f16, the RoPE part bf16, both
-// times 2^-k; within a chunk in the order in which registers hold the bytes of a record. Eight threads a head.
+// times 2^-k; within a chunk in the order in which registers hold the bytes of a record. Short loops, because this is
+// code that no instruction cache remembers from the last item.
 template <class S>
 __device__ __forceinline__ void load_queries(const SparseMlaParams& p, RingPosition<S> position, uint32_t base) {
-  const int head = threadIdx.x / 8, part = threadIdx.x % 8;
+  constexpr int kThreads = 2 * kWarpgroup / S::kHeads, kRows = kThreads / 8;  // of a head; a row of eight takes a chunk
+  static_assert(2 * kWarpgroup <= S::kScorerThreads && kThreads <= 32);
+  const int head = threadIdx.x / kThreads, row = threadIdx.x % kThreads / 8, part = threadIdx.x % 8;
   if (head < S::kHeads) {
     const RingPosition<S> mine = position + head / kSlotHeads;
     mbarrier_wait(S::full(base, mine.slot()), mine.parity());
     const uint32_t raw = S::quarter(base, mine.slot()) + head % kSlotHeads * (kQkDim * 2) + part * 16;
-    uint4 pieces[kChunks];
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) pieces[i] = shared_u32x4(raw + i * kChunkDims * 2);
     float peak = 0.0f;
+#pragma unroll 1
+    for (int i = row; i < kRopeChunk; i += kRows) peak = query_peak(shared_u32x4(raw + i * (kChunkDims * 2)), peak);
 #pragma unroll
-    for (int i = 0; i < kRopeChunk; ++i) peak = query_peak(pieces[i], peak);
-#pragma unroll
-    for (int lanes = 1; lanes < 8; lanes *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, lanes));
+    for (int lanes = 1; lanes < kThreads; lanes *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, lanes));
     const int exponent = query_exponent(peak);
     const float factor = power_of_two(-exponent);
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      const uint32_t pairs[4] = {pieces[i].x, pieces[i].y, pieces[i].z, pieces[i].w};
+    const uint32_t target = base + S::kQueryOffset + head * 128;
+#pragma unroll 1
+    for (int i = row; i < kChunks; i += kRows) {
+      const uint4 piece = shared_u32x4(raw + i * (kChunkDims * 2));
+      const bool rope = i == kRopeChunk;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const bool rope = i == kRopeChunk;
         // Lane c of a quad loads bytes 8 c .. 8 c + 7 of 32 at a time: two products of 16 latent dimensions, or one of
         // the RoPE part; pair j of a product is its half j % 2.
         const int product = rope ? part / 2 : part / 4 * 2 + j / 2, lane = rope ? part % 2 * 2 + j / 2 : part % 4;
-        set_shared(base + S::kQueryOffset + i * S::kChunkBytes + head * 128 +
-                       ((2 * product + j % 2) ^ (head & 7)) * 16 + lane * 4,
-                   scaled_query(pairs[j], !rope, factor));
+        set_shared(target + i * S::kChunkBytes + ((2 * product + j % 2) ^ (head & 7)) * 16 + lane * 4,
+                   scaled_query(word(piece, j), !rope, factor));
       }
     }
-    if (part == 0)
+    if (threadIdx.x % kThreads == 0)
       set_shared(base + S::kQueryFactorOffset + head * 4, power_of_two(exponent) * (p.softmax_scale * kLog2e));
   }
   fence_async_proxy();
@@ -89,16 +93,13 @@ __device__ __forceinline__ uint32_t latent_pair(uint32_t bytes, bool high) {
   return pair;
 }
 
-__device__ __forceinline__ uint32_t word(const uint4& x, int i) {
-  return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
-}
-
 // s = K . q^T of the step in log2 units; `record`: this thread's first key, whose scales and its second's come back. A
 // scale tile has a sum of its own, which joins s in fp32 one tile later, when it is certainly finished. Everything is
 // read long before it is used: shared memory is busy, and a warp that waits for it is alone in its scheduler.
-template <class S>
+// `meanwhile` runs before the last products are waited for.
+template <class S, class F>
 __device__ __forceinline__ void find_scores(const Scorer<S>& c, uint32_t record, float (&s)[S::kAccumulators],
-                                            float4 (&scales)[2]) {
+                                            float4 (&scales)[2], F meanwhile) {
   constexpr uint32_t kSecond = 8 * kRecord;
   constexpr int kGroups = kLatentDim / 32, kTileGroups = kGroups / kLatentTiles;  // of two products
   const uint32_t piece = record + c.lane % 4 * 8;
@@ -163,6 +164,7 @@ __device__ __forceinline__ void find_scores(const Scorer<S>& c, uint32_t record,
   for (int i = 0; i < 2; ++i) scales[i] = shared_f32x4(record + kMlaScaleOffset + i * kSecond);
 #pragma unroll
   for (int j = 0; j < S::kHeads / 8; ++j) heads[j] = shared_f32x2(c.base + S::kQueryFactorOffset + c.column(j) * 4);
+  meanwhile();
   wgmma_wait<0>();
   factors[0] = scales[0].w, factors[1] = scales[1].w;
   join(kLatentTiles - 1);
@@ -263,7 +265,8 @@ __device__ __forceinline__ void wait_for_state(const Scorer<S>& c, uint32_t numb
 // Weights of the step into the scorer's buffer. `used`: bits of the thread's two keys, which have these scales.
 template <class S>
 __device__ __forceinline__ void find_weights(Scorer<S>& c, float4 (&scales)[2], uint32_t used, uint32_t number,
-                                             KnownPeaks<S>& known, float (&s)[S::kAccumulators]) {
+                                             KnownPeaks<S>& known, float (&peaks)[S::kColumns],
+                                             int (&references)[kLatentTiles], float (&s)[S::kAccumulators]) {
   if (used != 3) {  // whatever is in the ring there
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -273,14 +276,6 @@ __device__ __forceinline__ void find_weights(Scorer<S>& c, float4 (&scales)[2], 
       for (int j = 0; j < S::kHeads / 8; ++j) s[4 * j + 2 * half] = s[4 * j + 2 * half + 1] = -INFINITY;
     }
   }
-  wait_for_state(c, number);
-  __syncwarp();
-  float peaks[S::kColumns];
-  follow_peaks(c, known, peaks);
-  int references[kLatentTiles];
-  const uint4 four = shared_u32x4(S::reference(c.state));
-#pragma unroll
-  for (int t = 0; t < kLatentTiles; ++t) references[t] = static_cast<int>(word(four, t));
   float units[2][kLatentTiles];
   bool exceeds = false;
   auto find_units = [&] {
@@ -319,39 +314,44 @@ __device__ __forceinline__ void find_weights(Scorer<S>& c, float4 (&scales)[2], 
     c.total[i] += s[k] + s[k + 2];
   }
   // Weights are rounded once, behind the scales; by a power of two an f16 pair is scaled exactly.
-  uint32_t fractions = 0;
+  uint32_t bits = 0;
 #pragma unroll
-  for (int i = 0; i < 2 * kLatentTiles; ++i)
-    fractions |= __float_as_uint(units[i / kLatentTiles][i % kLatentTiles]) << 9;
-  const bool powers = __all_sync(~0u, fractions == 0);
-  uint32_t packed[S::kAccumulators / 2];
-  if (powers) {
-#pragma unroll
-    for (int i = 0; i < S::kAccumulators / 2; ++i) packed[i] = pack_f16x2(s[2 * i], s[2 * i + 1]);
-  }
+  for (int i = 0; i < 2 * kLatentTiles; ++i) bits |= __float_as_uint(units[i / kLatentTiles][i % kLatentTiles]);
+  const bool powers = __all_sync(~0u, (bits & 0x7fffff) == 0);
   // Row r of an 8x8 matrix of 8 heads x 8 keys: a head, 16 bytes of keys.
+  constexpr int kPairs = S::kAccumulators / 2;
   const int half = c.lane / 8 % 2, row = c.lane % 8;
   const uint32_t target =
       S::weights(c.base, c.w, 0) + row * 128 + ((2 * c.warp + half) ^ row) * 16 + c.lane / 16 * 1024;
-#pragma unroll
-  for (int t = 0; t < kLatentTiles; ++t) {
-    uint32_t scaled[S::kAccumulators / 2];
-    if (powers) {
-      const uint32_t factors[2] = {pack_f16x2(units[0][t], units[0][t]), pack_f16x2(units[1][t], units[1][t])};
-#pragma unroll
-      for (int i = 0; i < S::kAccumulators / 2; ++i) scaled[i] = multiply_f16x2(packed[i], factors[i % 2]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < S::kAccumulators / 2; ++i)
-        scaled[i] = pack_f16x2(s[2 * i] * units[i % 2][t], s[2 * i + 1] * units[i % 2][t]);
-    }
+  auto store = [&](int t, const uint32_t (&x)[kPairs]) {
     if constexpr (S::kHeads == 8) {
-      stmatrix_x2_transposed(target + t * S::kChunkBytes, scaled[0], scaled[1]);
+      stmatrix_x2_transposed(target + t * S::kChunkBytes, x[0], x[1]);
     } else {
 #pragma unroll
-      for (int i = 0; i < S::kAccumulators / 2; i += 4)
-        stmatrix_x4_transposed(target + t * S::kChunkBytes + i * 512, scaled[i], scaled[i + 1], scaled[i + 2],
-                               scaled[i + 3]);
+      for (int i = 0; i < kPairs; i += 4)
+        stmatrix_x4_transposed(target + t * S::kChunkBytes + i * 512, x[i], x[i + 1], x[i + 2], x[i + 3]);
+    }
+  };
+  if (powers) {
+    uint32_t packed[kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) packed[i] = pack_f16x2(s[2 * i], s[2 * i + 1]);
+#pragma unroll
+    for (int t = 0; t < kLatentTiles; ++t) {
+      const uint32_t factors[2] = {pack_f16x2(units[0][t], units[0][t]), pack_f16x2(units[1][t], units[1][t])};
+      uint32_t scaled[kPairs];
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) scaled[i] = multiply_f16x2(packed[i], factors[i % 2]);
+      store(t, scaled);
+    }
+  } else {
+#pragma unroll
+    for (int t = 0; t < kLatentTiles; ++t) {
+      uint32_t scaled[kPairs];
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i)
+        scaled[i] = pack_f16x2(s[2 * i] * units[i % 2][t], s[2 * i + 1] * units[i % 2][t]);
+      store(t, scaled);
     }
   }
   fence_async_proxy();
@@ -392,8 +392,17 @@ __device__ __forceinline__ void take_step(Scorer<S>& c, uint32_t number, uint32_
   const uint32_t used = (mask >> c.key() & 1) | (mask >> (c.key() + 8) & 1) << 1;
   float s[S::kAccumulators];
   float4 scales[2];
-  find_scores(c, record, s, scales);
-  find_weights(c, scales, used, number, known, s);
+  float peaks[S::kColumns];
+  int references[kLatentTiles];
+  find_scores(c, record, s, scales, [&] {
+    wait_for_state(c, number);
+    __syncwarp();
+    follow_peaks(c, known, peaks);
+    const uint4 four = shared_u32x4(S::reference(c.state));
+#pragma unroll
+    for (int t = 0; t < kLatentTiles; ++t) references[t] = static_cast<int>(word(four, t));
+  });
+  find_weights(c, scales, used, number, known, peaks, references, s);
 }
 
 // The state of an item before its first step.
