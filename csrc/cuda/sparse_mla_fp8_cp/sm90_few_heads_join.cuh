@@ -18,7 +18,7 @@ __device__ __forceinline__ void join_blocks(const SparseMlaParams& p, const Item
   const int begin = first_piece(item.part), count = first_piece(item.part + 1) - begin;
   if (thread == 0) {
     mbarrier_expect_bytes(S::stated(c.base), parts * S::kStateWords * 4);
-    mbarrier_expect_bytes(S::joined(c.base), parts * count * S::kPieceBytes);
+    mbarrier_expect_bytes(S::joined(c.base), (parts - 1) * count * S::kPieceBytes);  // the own ones stay where they are
   }
   fence_async_proxy();
   cluster_wait();                                   // for all blocks to have begun
@@ -43,7 +43,7 @@ __device__ __forceinline__ void join_blocks(const SparseMlaParams& p, const Item
   named_barrier(kAddersBarrier, S::kAdderThreads);
   for (int rank = warp; rank < parts; rank += S::kAdderThreads / 32) {
     const int from = first_piece(rank), pieces = first_piece(rank + 1) - from;
-    if (pieces == 0) continue;
+    if (pieces == 0 || rank == item.part) continue;
     cluster_copy_by_warp(cluster_address(arrived + item.part * pieces * S::kPieceBytes, rank),
                          leaving + from * S::kPieceBytes, pieces * S::kPieceBytes,
                          cluster_address(S::joined(c.base), rank));
@@ -83,7 +83,9 @@ __device__ __forceinline__ void join_blocks(const SparseMlaParams& p, const Item
     float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll 4
     for (int rank = 0; rank < parts; ++rank) {
-      const float4 x = shared_f32x4(arrived + (rank * count + i / kFours) * S::kPieceBytes + i % kFours * 16);
+      const uint32_t sums =
+          rank == item.part ? leaving + piece * S::kPieceBytes : arrived + (rank * count + i / kFours) * S::kPieceBytes;
+      const float4 x = shared_f32x4(sums + i % kFours * 16);
       const float f = shared_f32(of(rank, column)) * shared_f32(of(rank, 2 * S::kHeads + dim / kScaleTile));
       sum.x = fmaf(x.x, f, sum.x), sum.y = fmaf(x.y, f, sum.y);
       sum.z = fmaf(x.z, f, sum.z), sum.w = fmaf(x.w, f, sum.w);
