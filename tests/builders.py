@@ -62,6 +62,23 @@ def random_indexer_cache(pages: int, page_size: int, scale_kind: str = "ue8m0") 
     return torch.cat([values, scales], dim=-1).contiguous()
 
 
+def far_apart(pages: Tensor, device: str) -> Tensor:
+    """The same pages so far apart that the offset of the last one needs 64 bits.
+
+    Memory that is not touched stays virtual on the CPU.
+    """
+    stride = (2**31 // (len(pages) - 1) // 4096 + 1) * 4096
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        memory = torch.empty((len(pages) - 1) * stride + pages[0].numel(), dtype=torch.uint8, device=device)
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+    far = memory.as_strided(pages.shape, (stride, *pages.stride()[1:]))
+    far.copy_(pages)
+    return far
+
+
 def slots_of(block_table: Tensor, request: int, length: int, page_size: int) -> Tensor:
     """int64 [length]: physical slot of every token of a request."""
     positions = torch.arange(length)

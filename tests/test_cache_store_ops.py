@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import random_indexer_cache, random_mla_cache
+from builders import far_apart, random_indexer_cache, random_mla_cache
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -127,6 +127,33 @@ def test_pages_beyond_2_gib(device: str) -> None:
     ops.read_cache_store(store, None, slots, pages.flip(0).contiguous(), layer.mla_cache, None)
     assert torch.equal(layer.mla_cache[7], before[3])
     assert torch.equal(layer.mla_cache[3], before[7])
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("far", ["cache", "store"])
+def test_indexer_pages_beyond_2_gib(device: str, direction: str, far: str) -> None:
+    layer = Layer(device, page_size=16)
+    expected = layer.expected(direction)
+    name = f"indexer_{far}"
+    setattr(layer, name, far_apart(getattr(layer, name), device))
+    getattr(ops, direction)(*layer.arguments(direction))
+    for mine, theirs in zip(layer.targets(direction), expected, strict=True):
+        assert torch.equal(mine.cpu(), theirs)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_70000_pairs(device: str, direction: str) -> None:
+    """More than a grid's y and z dimensions hold; all but some at both ends and at that border are skipped."""
+    layer = Layer(device, page_size=16)
+    page_ids, slots = torch.full((70_000,), -1, dtype=torch.int32), torch.full((70_000,), -1)
+    for pair, (page, slot) in {0: (3, 5), 65_535: (8, 0), 65_536: (0, 4), 69_999: (6, 2)}.items():
+        page_ids[pair], slots[pair] = page, slot
+    layer.page_ids, layer.store_slots = page_ids.to(device), slots.to(device)
+    expected = layer.expected(direction)
+    getattr(ops, direction)(*layer.arguments(direction))
+    for mine, theirs in zip(layer.targets(direction), expected, strict=True):
+        assert torch.equal(mine.cpu(), theirs)
+    assert copied_pairs(layer, direction) == 4
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -71,6 +71,13 @@ def test_many_requests(device: str, split: str, requests: int) -> None:
     assert_matches_reference(table, 2, 3, split, rows // 2, int(new_lens.sum()) + 17)
 
 
+@pytest.mark.parametrize("split", SPLITS)
+def test_70000_rows(device: str, split: str) -> None:
+    """Every length of the plan is above what a grid's y and z dimensions hold."""
+    table = table_of([(3, 69_000), (0, 1), (100, 0), (7, 71_000)], device)
+    assert_matches_reference(table, 1, 2, split, 70_005, 140_003)
+
+
 def test_zigzag_by_hand(device: str) -> None:
     """One request of 14 tokens on two ranks: padded to 16, rank 0 holds 0-3 and 12-15, rank 1 holds 4-11."""
     table = table_of([(0, 14)], device)

@@ -115,7 +115,7 @@ def test_compiles_once_for_all_lengths(device: str, physical: bool) -> None:
     counter = CompileCounter()
     torch.compiler.reset()
     compiled = torch.compile(ops.sparse_mla_fp8_cp, fullgraph=True, backend=counter)
-    for length in range(2, 52, 5 if physical else 1):
+    for length in range(2, 52):
         case = random_case([(row % 2, 10 + row + length, 10) for row in range(length)], width=64)
         case = (case.with_slots() if physical else case).to(device)
         assert_same_bits(compiled(*case.tensors, SCALE), ops.sparse_mla_fp8_cp(*case.tensors, SCALE))

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import num_pages, random_block_table
+from builders import far_apart, num_pages, random_block_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from record_cases import assert_same_bytes, compilations
@@ -304,6 +304,17 @@ def test_cache_above_2_gib(device: str, form: str, monkeypatch: pytest.MonkeyPat
         assert_same_bytes(indexer_cache[page, offset * 128 : (offset + 1) * 128], keys[row, :128])
         scale_start = 64 * 128 + offset * 4
         assert_same_bytes(indexer_cache[page, scale_start : scale_start + 4], keys[row, 128:])
+
+
+def test_indexer_cache_above_2_gib(device: str) -> None:
+    """Pages far apart: the last one is 2 GiB into the cache of the indexer."""
+    mla, keys, slots = random_bytes(64, 656), random_bytes(64, 132), torch.randperm(64)
+    caches = random_bytes(4, 16, 656), random_bytes(4, 16 * 132)
+    on_device, far = caches[0].to(device), far_apart(caches[1], device)
+    ops.write_kv_cache(mla.to(device), keys.to(device), None, None, None, on_device, far, slots.to(device))
+    reference.write_kv_cache(mla, keys, None, None, None, *caches, slots)
+    assert_same_bytes(on_device, caches[0])
+    assert_same_bytes(far, caches[1])
 
 
 @settings(max_examples=12, deadline=None)
