@@ -8,6 +8,9 @@ from builders import num_pages, random_block_table, random_indexer_cache, random
 
 PAGE_SIZE = 16
 KV_LENS = [40, 23]  # of two requests
+# Just inside and outside of what the samples allow, and far outside.
+HOSTILE = [-(2**31), 2**31 - 1, -1, -7, 0, 1, 5, 16, 40, 47, 48, 1000]
+HOSTILE_64 = [*HOSTILE, 2**63 - 1, -(2**63), 2**40]
 
 
 def rows(count: int, device: str, shift: int = 0) -> dict[str, torch.Tensor]:
@@ -85,3 +88,16 @@ def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [item for item in value if isinstance(item, torch.Tensor)] if isinstance(value, (tuple, list)) else []
+
+
+def with_hostile_ints(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """About a third of all entries of integer tensors replaced: requests, positions, lengths, pages, slots."""
+
+    def change(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64):
+            return value
+        pool = torch.tensor(HOSTILE_64 if value.dtype == torch.int64 else HOSTILE).to(value)
+        picks = pool[torch.randint(0, len(pool), value.shape, device=value.device)]
+        return torch.where(torch.rand(value.shape, device=value.device) < 0.3, picks, value)
+
+    return tuple(change(value) for value in args)

@@ -13,7 +13,7 @@ from typing import Any
 import attention_cases
 import indexer_cases
 import torch
-from op_samples import sample
+from op_samples import sample, with_hostile_ints
 
 from sparse_cp_ops import ops
 from sparse_cp_ops._autograd import OP_NAMES
@@ -194,19 +194,38 @@ def indexer() -> Iterator[Call]:
         yield "indexer_topk_ragged_cp many rows of a wide table", ops.indexer_topk_ragged_cp, (*case.tensors, 256, 0)
 
 
+def hostile() -> Iterator[Call]:
+    """Requests, positions, lengths, pages and slots inside and outside of the tensors, for each kind of kernel."""
+    for name in OP_NAMES:
+        for count in (10, 37):
+            yield f"{name} {count} rows", getattr(torch.ops.sparse_cp_ops, name), sample(name, "cuda", count)
+    yield from (call for call in attention() if "fp32" in call[0])
+    yield from indexer()
+
+
+GROUPS = (samples, record_ops, cache_ops, stored_entries, small_ops, attention, indexer)
+
+
+def all_calls() -> Iterator[Call]:
+    """Those of all groups, and the hostile ones."""
+    for group in GROUPS:
+        yield from group()
+    for name, call, arguments in hostile():
+        yield f"{name}, hostile", call, with_hostile_ints(arguments)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--match", nargs="+", default=[""], help="only calls whose line contains one of these texts")
     match = parser.parse_args().match
     torch.manual_seed(0)
     calls = 0
-    for group in (samples, record_ops, cache_ops, stored_entries, small_ops, attention, indexer):
-        for name, call, arguments in group():
-            if any(text in name for text in match):
-                print(name, flush=True)
-                call(*arguments)
-                torch.cuda.synchronize()
-                calls += 1
+    for name, call, arguments in all_calls():
+        if any(text in name for text in match):
+            print(name, flush=True)
+            call(*arguments)
+            torch.cuda.synchronize()
+            calls += 1
     print(f"{calls} calls")
 
 

@@ -1,8 +1,10 @@
 """What holds for every op, on small samples: opcheck, empty inputs, no aliasing, determinism, streams, CUDA graphs."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import sanitize
 import torch
 from op_samples import sample, tensors
 from stream_gate import StreamGate
@@ -158,3 +160,18 @@ def test_second_device(name: str) -> None:
     args = sample(name, "cuda:1")
     on_first = tuple(a.to("cuda:0") if isinstance(a, torch.Tensor) else a for a in args)
     assert_same_bits([r.cpu() for r in run_on_clones(name, args)], [r.cpu() for r in run_on_clones(name, on_first)])
+
+
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("group", [group for group in sanitize.GROUPS if group is not sanitize.stored_entries])
+def test_every_kernel_on_a_second_device(group: Callable[[], Iterator[sanitize.Call]]) -> None:
+    """Behind the same call on the first one, which has asked for what a kernel needs once a device: shared memory."""
+    for name, call, args in group():
+        on_second = tuple(a.to("cuda:1") if isinstance(a, torch.Tensor) and a.is_cuda else a for a in args)
+        expected = [*tensors(call(*args)), *tensors(args)]
+        actual = [*tensors(call(*on_second)), *tensors(on_second)]
+        for mine, theirs in zip(actual, expected, strict=True):
+            assert torch.equal(
+                mine.cpu().contiguous().view(torch.uint8), theirs.cpu().contiguous().view(torch.uint8)
+            ), name
+    assert torch.cuda.current_device() == 0

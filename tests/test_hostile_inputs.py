@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from guarded_memory import guarded
-from op_samples import sample, tensors
+from op_samples import sample, tensors, with_hostile_ints
 from test_every_op import assert_same_bits, op, run_on_clones
 from torch import Tensor
 
@@ -31,22 +31,6 @@ from sparse_cp_ops.kv_cache import PagedKvCache
 from sparse_cp_ops.nn import AttentionInputs, MlaConfig, get_mla_impl
 from sparse_cp_ops.nn.mla_config import YarnScaling
 from sparse_cp_ops.nn.sparse_mla import require_current
-
-HOSTILE = [-(2**31), 2**31 - 1, -1, -7, 0, 1, 5, 16, 40, 47, 48, 1000]
-HOSTILE_64 = [*HOSTILE, 2**63 - 1, -(2**63), 2**40]
-
-
-def with_hostile_ints(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """About a third of all entries of integer tensors replaced."""
-
-    def change(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
-            return value
-        pool = torch.tensor(HOSTILE_64 if value.dtype == torch.int64 else HOSTILE).to(value.dtype)
-        picks = pool[torch.randint(0, len(pool), value.shape)]
-        return torch.where(torch.rand(value.shape) < 0.3, picks, value)
-
-    return tuple(change(value) for value in args)
 
 
 def with_random_bytes(args: tuple[Any, ...]) -> tuple[Any, ...]:
