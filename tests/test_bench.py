@@ -1,4 +1,4 @@
-"""``python -m sparse_cp_ops bench``: what it refuses before it measures anything, and what it writes."""
+"""``python -m sparse_cp_ops bench``: what it refuses before it measures anything, what it writes, what it times."""
 
 import json
 import re
@@ -13,6 +13,7 @@ from sparse_cp_ops.__main__ import main
 from sparse_cp_ops.bench import cases, ceilings
 from sparse_cp_ops.bench.cases import Case, Work
 from sparse_cp_ops.bench.peers import Peers
+from sparse_cp_ops.bench.timing import few_us, measure
 
 
 def test_writes_what_it_measured(tmp_path: Path) -> None:
@@ -81,3 +82,15 @@ def test_a_case_that_fails_leaves_the_others(
     assert [row["shape"] for row in content["rows"]] == ["tiny"]
     assert content["conditions"]["not measured"].startswith("op huge (RuntimeError: ")
     assert "not measured op huge (RuntimeError: " in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("graph", [False, True])
+def test_another_device_than_the_current_one_is_timed(graph: bool) -> None:
+    """Events of the current device would find the other one's product of 2.2e12 FLOP done in no time."""
+    matrix = torch.randn(10240, 10240, device="cuda:1").bfloat16()
+    torch.cuda.set_device(0)
+    microseconds = measure(lambda: matrix @ matrix, torch.device("cuda:1"), 0.05, graph).median_us
+    assert microseconds > 300  # 7e15 FLOP/s
+    assert few_us(lambda: matrix @ matrix, torch.device("cuda:1"), 3) > 300
+    assert torch.cuda.current_device() == 0
