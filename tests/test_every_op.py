@@ -154,6 +154,21 @@ def test_graph_replays_with_other_lengths(name: str) -> None:
     assert_same_bits([*results, *tensors(static)], expected)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", [name for name in OP_NAMES if not name.startswith(("indexer_", "sparse_mla"))])
+def test_memory_bound_ops_are_one_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # which would be kernels, too
+    args = sample(name, "cuda")
+    op(name)(*args)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        op(name)(*args)
+        torch.cuda.synchronize()
+    events = profile.profiler.kineto_results.events()
+    on_device = [event.name() for event in events if event.device_type() == torch.autograd.DeviceType.CUDA]
+    assert len(on_device) == 1, on_device
+
+
 @pytest.mark.two_gpus
 @pytest.mark.parametrize("name", OP_NAMES)
 def test_second_device(name: str) -> None:
