@@ -187,6 +187,8 @@ def indexer() -> Iterator[Call]:
     for keys in (6_000, 12_000, 40_000, 70_000, 140_000):
         case = indexer_cases.random_case([(0, keys), (1, 900), (-1, 0)], 8).to("cuda")
         yield f"indexer_topk_ragged_cp {keys} keys", ops.indexer_topk_ragged_cp, (*case.tensors, 512, 0)
+    case = indexer_cases.random_case([(0, 20_000 - n % 7) for n in range(70)], 8).to("cuda")
+    yield "indexer_topk_ragged_cp 70 rows of many keys", ops.indexer_topk_ragged_cp, (*case.tensors, 512, 0)
     if not portable:
         case = indexer_cases.random_case([(0, 700 + n % 7) for n in range(1030)], 8)
         table = torch.nn.functional.pad(case.block_table, (0, 1100 - case.block_table.shape[1]), value=-1)

@@ -1,14 +1,13 @@
 // The ring of key tiles of the Hopper scoring kernel, and the shares of work that both of its sides walk through.
 //
-// Tile t of a CTA, counted over all segments, lies in stage t % kStages; producer warp t % kProducers copies it, and if
-// tiles are not shared, warpgroup t % kConsumers takes it and releases it for the others, who pass it over. A barrier's
-// parity tells a round from the next one only, so nobody may look at a stage two rounds early:
-// * A producer warp goes through its own tiles in order. Before tile t it copied t - 4, t - 8 and t - 12, so the tiles
-//   kStages before those were released, by each of the three warpgroups one: all are past tile t - 2 * kStages. And
-//   round t / kStages can't end before the warp copies t: it is not late either.
-// * A warpgroup that waits for t waited for t - kStages or, if that was another's, met the others since: they meet
-// where
-//   shared tiles follow those of one warpgroup each.
+// Tile t of a CTA, counted over all segments, lies in stage t % kStages. Producer warp t % kProducers copies it. Where
+// tiles are not shared, warpgroup t % kConsumers takes it and releases it for the others too, who pass it over. By a
+// barrier's parity a round differs from the next one only, so nobody may look at a stage two rounds early or late.
+// Late: the round in question can't be followed by another without the copy or the release of the one who looks. Early:
+// * A producer warp copies its tiles in order. Before tile t it copied t - 4, t - 8 and t - 12, for which the tiles
+//   kStages before each were released: one by each warpgroup, so that all are past tile t - 2 * kStages.
+// * A warpgroup that waits for t waited for t - kStages too or, if that was another's, met the others since: they meet
+//   where shared tiles follow others.
 #pragma once
 
 #include "pieces.cuh"
@@ -76,7 +75,7 @@ __device__ __forceinline__ void for_each_segment(const Sm90ScoreTask& task, cons
 // What a lane needs of a tile beside the products: its two keys and their scales.
 struct TileFacts {
   float scale0, scale1;
-  int key0, key1;
+  int key;  // the first one; the other is kLaneKeyDistance behind
 };
 
 // The same value, which all threads of the warp have, and the compiler knows it.
@@ -104,9 +103,12 @@ struct KeyRing {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.empty[stage]), ARRIVALS);
   }
-  __device__ __forceinline__ void advance(int tiles = 1) {  // or back
+  __device__ __forceinline__ void advance(int tiles = 1) {
     stage += tiles;
     if (stage >= kStages) stage -= kStages, parity ^= 1;
+  }
+  __device__ __forceinline__ void go_back(int tiles) {
+    stage -= tiles;
     if (stage < 0) stage += kStages, parity ^= 1;
   }
   __device__ __forceinline__ void make_uniform() {
@@ -122,7 +124,7 @@ struct KeyRing {
   __device__ __forceinline__ TileFacts facts() const {
     const Stage& s = shared.stages[stage];
     const int key = s.positions[in_tile / kPieceKeys] + in_tile % kPieceKeys;
-    return {s.scales[in_tile], s.scales[in_tile + kLaneKeyDistance], key, key + kLaneKeyDistance};
+    return {s.scales[in_tile], s.scales[in_tile + kLaneKeyDistance], key};
   }
 };
 

@@ -199,7 +199,7 @@ __device__ __forceinline__ void score_own_tiles(KeyRing<HEADS>& ring, uint64_t q
     score_tiles<kConsumers>(ring, queries, weights, tile, last, put);
     tile += ceil_div(last - tile, kConsumers) * kConsumers;
   }
-  ring.advance(last - tile);
+  ring.go_back(tile - last);
 }
 
 template <int HEADS, class Weights, class Sink>
@@ -249,7 +249,7 @@ __device__ __forceinline__ void consume(const Sm90ScoreTask& task, Shared<HEADS>
               // Both halves have both sums; each puts one.
               sink.put(tile, half,
                        weights.scaled(half == 0 ? sums[0] : sums[1]) * (half == 0 ? facts.scale0 : facts.scale1),
-                       half == 0 ? facts.key0 : facts.key1);
+                       facts.key + half * kLaneKeyDistance);
             });
         return;
       }
@@ -260,8 +260,8 @@ __device__ __forceinline__ void consume(const Sm90ScoreTask& task, Shared<HEADS>
     Sink sink(task, slot0 + lane % kGroupRows, in_tile, end_of(row));
     replace_queries<HEADS, kGroupRows>(task, shared.queries[group], slot0, rows, 1 + group);
     const auto put = [&](int tile, const TileFacts& facts) {
-      sink.put(tile, 0, weights.scaled(weights.sum(0)) * facts.scale0, facts.key0);
-      sink.put(tile, 1, weights.scaled(weights.sum(1)) * facts.scale1, facts.key1);
+      sink.put(tile, 0, weights.scaled(weights.sum(0)) * facts.scale0, facts.key);
+      sink.put(tile, 1, weights.scaled(weights.sum(1)) * facts.scale1, facts.key + kLaneKeyDistance);
     };
     if constexpr (Sink::kTakesOwnTiles) {
       if (!segment.shared_tiles) {

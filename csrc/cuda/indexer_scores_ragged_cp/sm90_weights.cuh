@@ -6,6 +6,7 @@
 
 #include <cuda_fp16.h>
 
+#include "../../ops/indexer_inputs.h"
 #include "sm90_mma.cuh"
 
 namespace sparse_cp_ops {
@@ -62,15 +63,19 @@ struct WeightsF16 {
 
   __device__ __forceinline__ void load(const float* weights, int heads, int first) {
     float peak = 0.0f;  // of all the row's heads, whatever part of them is loaded
-    for (int h = 0; weights != nullptr && h < heads; ++h)
-      if (fabsf(weights[h]) < INFINITY) peak = fmaxf(peak, fabsf(weights[h]));
+#pragma unroll 16
+    for (int h = 0; h < kMaxIndexHeads; ++h) {
+      const float size = weights != nullptr && h < heads ? fabsf(__ldg(weights + h)) : 0.0f;
+      peak = fmaxf(peak, size < INFINITY ? size : 0.0f);
+    }
     const int exponent = max(-126, min(127, ilogbf(fmaxf(peak, 1e-30f)) + 4));  // peak < 2^(exponent - 3)
     power = ldexpf(1.0f, exponent);
+    const float inverse = ldexpf(1.0f, -exponent);
 #pragma unroll
     for (int i = 0; i < HEADS / 2; ++i) {
       const bool real = weights != nullptr && first + 2 * i < heads;
-      w[i] = __floats2half2_rn(real ? ldexpf(weights[first + 2 * i], -exponent) : 0.0f,
-                               real ? ldexpf(weights[first + 2 * i + 1], -exponent) : 0.0f);
+      w[i] = __floats2half2_rn(real ? __ldg(weights + first + 2 * i) * inverse : 0.0f,
+                               real ? __ldg(weights + first + 2 * i + 1) * inverse : 0.0f);
     }
   }
   template <int PRODUCT>
