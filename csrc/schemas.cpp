@@ -24,6 +24,12 @@ STABLE_TORCH_LIBRARY(sparse_cp_ops, m) {
       "sparse_mla_fp8_cp(Tensor q, Tensor kv_cache, Tensor indices, Tensor? block_table, Tensor? req_ids, "
       "Tensor? kv_lens, float softmax_scale, str precision=\"high\", bool batch_invariant=True) "
       "-> (Tensor out, Tensor lse)");
+  m.def(
+      "attend_new_rows(Tensor(a!) q, Tensor queries, Tensor compressed_kv, Tensor k_pe, Tensor index_q, "
+      "Tensor index_k, Tensor index_weights, Tensor positions, Tensor cos_sin_cache, Tensor req_ids, Tensor kv_lens, "
+      "Tensor block_table, Tensor(b!) mla_cache, Tensor(c!) indexer_cache, bool index_interleaved, "
+      "float index_weight_scale, float index_q_absmax, str scale_format, int topk, int workspace_bytes, "
+      "str index_precision, float softmax_scale, str precision, bool batch_invariant) -> (Tensor out, Tensor indices)");
   m.def("merge_attention_states(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)");
   m.def(
       "expand_cp_plan(Tensor request_table, int cp_rank, int cp_size, str split, SymInt local_rows, "

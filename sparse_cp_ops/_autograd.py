@@ -14,6 +14,7 @@ OP_NAMES = (
     "indexer_topk_ragged_cp",
     "indexer_scores_ragged_cp",
     "sparse_mla_fp8_cp",
+    "attend_new_rows",
     "merge_attention_states",
     "expand_cp_plan",
     "write_cache_store",

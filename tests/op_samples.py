@@ -49,6 +49,12 @@ def sample(name: str, device: str, count: int = 10, shift: int = 0) -> tuple[Any
             bf16(count, 8, 576), mla_cache, torch.randint(-3, 50, (count, 64), device=device).int(), table,
             row["req_ids"], row["kv_lens"], 0.05,
         ),
+        "attend_new_rows": lambda: (
+            bf16(count, 16, 576), bf16(count, 12, 192), bf16(count, 512), bf16(count, 64), bf16(count, 8, 128),
+            bf16(count, 128), torch.randn(count, 8, device=device), row["positions"], cos_sin, row["req_ids"],
+            row["kv_lens"], table, mla_cache, index_cache, False, 0.03, 448.0, "ue8m0", 64, 0, "fp32", 0.05, "high",
+            False,
+        ),
         "merge_attention_states": lambda: (
             torch.randn(2, count, 8, 64, device=device), torch.randn(2, count, 8, device=device),
         ),

@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "../ops/op_functions.h"
 #include "indexer_scoring.h"
 
 namespace sparse_cp_ops {
@@ -123,6 +124,8 @@ class TopkRun {
   uint8_t* scratch_;       // [workers, scratch_bytes]
 };
 
+}  // namespace
+
 Tensor indexer_topk_ragged_cp(const Tensor& q_fp8, const Tensor& q_weights, const Tensor& indexer_cache,
                               const Tensor& block_table, const Tensor& req_ids, const Tensor& kv_lens, int64_t topk,
                               int64_t workspace_bytes, std::string precision) {
@@ -138,7 +141,6 @@ Tensor indexer_topk_ragged_cp(const Tensor& q_fp8, const Tensor& q_weights, cons
   return call.indices;
 }
 
-}  // namespace
 }  // namespace sparse_cp_ops
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_cp_ops, CPU, m) {

@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "../ops/op_functions.h"
 #include "numeric.h"
 #include "row_loop.h"
 
@@ -31,6 +32,8 @@ SCO_INLINE void pack_rows(const PackMlaKvParams& p, int64_t begin, int64_t end) 
 }
 SCO_DEFINE_ROW_LOOP(pack_rows, PackMlaKvParams)
 
+}  // namespace
+
 void pack_mla_kv(const Tensor& compressed_kv, const Tensor& k_pe, const Tensor& positions, const Tensor& cos_sin_cache,
                  Tensor records, bool interleaved, std::string scale_format) {
   const PackMlaKvParams p =
@@ -40,7 +43,6 @@ void pack_mla_kv(const Tensor& compressed_kv, const Tensor& k_pe, const Tensor& 
   parallel_rows(p.rows, kQkDim, [&](int64_t begin, int64_t end) { loop(p, begin, end); });
 }
 
-}  // namespace
 }  // namespace sparse_cp_ops
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_cp_ops, CPU, m) { m.impl("pack_mla_kv", TORCH_BOX(&sparse_cp_ops::pack_mla_kv)); }

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <tuple>
 
+#include "../ops/op_functions.h"
 #include "numeric.h"
 #include "row_loop.h"
 
@@ -45,6 +46,8 @@ SCO_INLINE void quantise_rows(const QuantQKParams& p, int64_t begin, int64_t end
 }
 SCO_DEFINE_ROW_LOOP(quantise_rows, QuantQKParams)
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> quant_q_k_cp(const Tensor& q, const Tensor& k, const Tensor& weights,
                                         const Tensor& positions, const Tensor& cos_sin_cache, Tensor k_records,
                                         bool interleaved, bool hadamard, double weight_scale, std::string scale_format,
@@ -58,7 +61,6 @@ std::tuple<Tensor, Tensor> quant_q_k_cp(const Tensor& q, const Tensor& k, const 
   return {call.q_fp8, call.q_weights};
 }
 
-}  // namespace
 }  // namespace sparse_cp_ops
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_cp_ops, CPU, m) { m.impl("quant_q_k_cp", TORCH_BOX(&sparse_cp_ops::quant_q_k_cp)); }

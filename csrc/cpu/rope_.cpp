@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "../ops/op_functions.h"
 #include "numeric.h"
 #include "row_loop.h"
 
@@ -38,6 +39,8 @@ SCO_INLINE void rope_rows(const RopeParams& p, int64_t begin, int64_t end) {
 }
 SCO_DEFINE_ROW_LOOP(rope_rows, RopeParams)
 
+}  // namespace
+
 void rope_(Tensor x, const Tensor& positions, const Tensor& cos_sin_cache, bool interleaved,
            std::optional<Tensor> source) {
   const RopeParams p = prepare_rope_(x, positions, cos_sin_cache, interleaved, source);
@@ -46,7 +49,6 @@ void rope_(Tensor x, const Tensor& positions, const Tensor& cos_sin_cache, bool 
   parallel_rows(p.rows, p.heads * p.table.dim, [&](int64_t begin, int64_t end) { loop(p, begin, end); });
 }
 
-}  // namespace
 }  // namespace sparse_cp_ops
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_cp_ops, CPU, m) { m.impl("rope_", TORCH_BOX(&sparse_cp_ops::rope_)); }

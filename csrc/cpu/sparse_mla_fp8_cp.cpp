@@ -15,6 +15,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../ops/op_functions.h"
 #include "e4m3_tables.h"
 #include "isa.h"
 #include "numeric.h"
@@ -105,6 +106,8 @@ int64_t heads_per_item(int64_t rows, int64_t heads, int64_t threads) {
   return part;
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> sparse_mla_fp8_cp(const Tensor& q, const Tensor& kv_cache, const Tensor& indices,
                                              const std::optional<Tensor>& block_table,
                                              const std::optional<Tensor>& req_ids, const std::optional<Tensor>& kv_lens,
@@ -136,7 +139,6 @@ std::tuple<Tensor, Tensor> sparse_mla_fp8_cp(const Tensor& q, const Tensor& kv_c
   return {call.out, call.lse};
 }
 
-}  // namespace
 }  // namespace sparse_cp_ops
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_cp_ops, CPU, m) {

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "../ops/op_functions.h"
 #include "row_loop.h"
 
 namespace sparse_cp_ops {
@@ -42,17 +43,19 @@ void write_rows(const WriteKvCacheParams& p, SlotLocks& locks, int64_t begin, in
   }
 }
 
+}  // namespace
+
 void write_kv_cache(const Tensor& mla_records, std::optional<Tensor> k_records, std::optional<Tensor> req_ids,
                     std::optional<Tensor> positions, std::optional<Tensor> block_table, Tensor mla_cache,
                     std::optional<Tensor> indexer_cache, std::optional<Tensor> slots) {
   const WriteKvCacheParams p =
       prepare_write_kv_cache(mla_records, k_records, req_ids, positions, block_table, mla_cache, indexer_cache, slots);
   if (value_checks_enabled()) check_write_targets(p, req_ids, positions, block_table, slots);
+  if (p.rows == 0) return;
   SlotLocks locks;
   parallel_rows(p.rows, kMlaRecordBytes, [&](int64_t begin, int64_t end) { write_rows(p, locks, begin, end); });
 }
 
-}  // namespace
 }  // namespace sparse_cp_ops
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_cp_ops, CPU, m) {

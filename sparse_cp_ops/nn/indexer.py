@@ -9,7 +9,7 @@ from sparse_cp_ops.context_parallel.plan import CpPlan
 from sparse_cp_ops.kv_cache import PagedKvCache
 from sparse_cp_ops.nn.linear_fp32 import linear_fp32
 from sparse_cp_ops.nn.mla_config import MlaConfig
-from sparse_cp_ops.nn.sparse_mla import require_current
+from sparse_cp_ops.nn.sparse_mla import require_current, require_indexer_pages
 from sparse_cp_ops.ops import direct
 from sparse_cp_ops.reference._quant_q_k_cp import transform_qk
 
@@ -134,10 +134,7 @@ class Indexer(nn.Module):
         """
         plan = require_current(plan)
         cache.require_layer(layer_id)
-        pages, block_table = cache.indexer[layer_id], plan.block_table
-        if pages is None or block_table is None:
-            missing = "indexer pages in the cache" if pages is None else "a block table in the plan"
-            raise ValueError(f"layer {layer_id}: expected {missing}, got none")
+        pages, block_table = require_indexer_pages(cache, layer_id, plan)
         config = self.mla_config
         picks: Tensor = direct.indexer_topk_ragged_cp(
             q_fp8,

@@ -27,7 +27,7 @@ from sparse_cp_ops.nn.indexer import Indexer
 from sparse_cp_ops.nn.linear_fp32 import as_dtype
 from sparse_cp_ops.nn.mla_config import MlaConfig, kernel_heads
 from sparse_cp_ops.nn.rope import build_cos_sin_cache
-from sparse_cp_ops.nn.side_stream import SideStream
+from sparse_cp_ops.nn.side_stream import SideStream, runs_side_streams
 from sparse_cp_ops.nn.sparse_mla import SparseMlaImpl, require_current
 from sparse_cp_ops.nn.unquantised import UnquantisedKvCache
 from sparse_cp_ops.ops import direct
@@ -169,15 +169,52 @@ class MlaAttention(nn.Module):
         if self.mla_config.quantise:
             if not isinstance(cache, PagedKvCache):
                 raise ValueError(f"cache: expected a PagedKvCache, got {type(cache).__name__}")
-            q, picks = self._write_and_pick(hidden, heads, cache, impl, plan, prev_topk_indices)
-            attended, _ = impl.forward(q, cache, self._pages_of(cache), picks, plan)
-            del q  # as large as the attention's output, which is still there while it is projected
+            if self._takes_one_call(plan):
+                attended, picks = self._attend_new_rows(hidden, heads, cache, impl, plan)
+            else:
+                q, picks = self._write_and_pick(hidden, heads, cache, impl, plan, prev_topk_indices)
+                attended, _ = impl.forward(q, cache, self._pages_of(cache), picks, plan)
+                del q  # as large as the attention's output, which is still there while it is projected
         else:
             if not isinstance(cache, UnquantisedKvCache):
                 raise ValueError(f"cache: expected an UnquantisedKvCache (quantise=False), got {type(cache).__name__}")
             attended, picks = self._attend_unquantised(hidden, heads, cache, plan, prev_topk_indices)
         out = self._project(attended, heads, plan)
         return (restore_rows(out, plan, self.group) if plan.head_mode == "batch_slice" else out), picks
+
+    def _takes_one_call(self, plan: CpPlan) -> bool:
+        """Whether ``attend_new_rows`` serves: rows that no other rank needs, few enough that their inputs may live on.
+
+        A graph that is captured runs the steps side by side instead.
+        """
+        return not (plan.is_prefill or self.indexer is None or rows_are_split(plan) or runs_side_streams(plan))
+
+    def _attend_new_rows(
+        self, hidden: Tensor, heads: _Heads, cache: PagedKvCache, impl: SparseMlaImpl, plan: CpPlan
+    ) -> tuple[Tensor, Tensor]:
+        """Everything between the projections; the attention's output [L, heads.padded, 512], and the picks."""
+        config, indexer, query_latent = self.mla_config, self.indexer, self._query_latent(hidden)
+        assert indexer is not None
+        latent, k_pe = self._compressed(hidden)
+        index_k, weights = indexer.project_keys(hidden)
+        index_q = indexer.project_queries(query_latent)
+        queries = self._queries(query_latent, heads)
+        q, own = self._query_buffer(queries, heads, torch.bfloat16)
+        absorbed, q_nope = own.narrow(2, 0, config.kv_lora_rank), queries.narrow(2, 0, config.qk_nope_head_dim)
+        bmm_into(absorbed.transpose(0, 1), q_nope.transpose(0, 1), heads.w_kc)
+        return impl.attend_new_rows(
+            q,
+            as_dtype(queries, torch.bfloat16),
+            as_dtype(latent, torch.bfloat16),
+            as_dtype(k_pe, torch.bfloat16),
+            as_dtype(index_q, torch.bfloat16),
+            as_dtype(index_k, torch.bfloat16),
+            weights,
+            self.cos_sin_cache,
+            cache,
+            self._pages_of(cache),
+            plan,
+        )
 
     def _write_and_pick(
         self,
@@ -216,7 +253,12 @@ class MlaAttention(nn.Module):
             index_q = indexer.project_queries(query_latent)
             keys.join()
             q_fp8, q_weights = indexer.quant_q_k_cp(
-                index_q.bfloat16(), index_k.bfloat16(), weights, positions, self.cos_sin_cache, records.index
+                as_dtype(index_q, torch.bfloat16),
+                as_dtype(index_k, torch.bfloat16),
+                weights,
+                positions,
+                self.cos_sin_cache,
+                records.index,
             )
             heads_side.join()
             pending = impl.start_kv_write(records, plan)
@@ -245,8 +287,8 @@ class MlaAttention(nn.Module):
     def _pack_latent(self, hidden: Tensor, positions: Tensor, mla_records: Tensor) -> None:
         latent, k_pe = self._compressed(hidden)
         direct.pack_mla_kv(
-            latent.bfloat16(),
-            k_pe.bfloat16(),
+            as_dtype(latent, torch.bfloat16),
+            as_dtype(k_pe, torch.bfloat16),
             positions,
             self.cos_sin_cache,
             mla_records,
@@ -285,21 +327,9 @@ class MlaAttention(nn.Module):
 
     def _absorbed_queries(self, query_latent: Tensor, heads: _Heads, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """``[q_nope @ W_kc | rope(q_pe)]`` [L, heads.padded, 576], built in one buffer; zeros in added heads."""
-        config, count = self.mla_config, heads.number
-        if count == config.num_heads:
-            q = self.q_b_proj(query_latent)
-        else:
-            first, rows = heads.first * config.qk_head_dim, count * config.qk_head_dim
-            q = F.linear(query_latent, self.q_b_proj.weight[first : first + rows])
-        q = q.view(q.shape[0], count, config.qk_head_dim)
-        q_nope, q_pe = q.split_with_sizes([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
-
-        width = config.kv_lora_rank + config.qk_rope_head_dim
-        buffer: Tensor = q.new_empty((q.shape[0], heads.padded, width), dtype=dtype)
-        own = buffer
-        if heads.padded > count:
-            buffer[:, count:].zero_()
-            own = buffer[:, :count]
+        config, queries = self.mla_config, self._queries(query_latent, heads)
+        q_nope, q_pe = queries.split_with_sizes([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+        buffer, own = self._query_buffer(queries, heads, dtype)
         absorbed, rope_part = own.split_with_sizes([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
         bmm_into(absorbed.transpose(0, 1), q_nope.transpose(0, 1), heads.w_kc)
         if config.quantise:
@@ -307,6 +337,25 @@ class MlaAttention(nn.Module):
         else:
             rope_part.copy_(unquantised.rotate(q_pe, positions, self.cos_sin_cache, interleaved=True))
         return buffer
+
+    def _queries(self, query_latent: Tensor, heads: _Heads) -> Tensor:
+        """[L, heads.number, qk_head_dim] before absorption and RoPE."""
+        config = self.mla_config
+        if heads.number == config.num_heads:
+            q = self.q_b_proj(query_latent)
+        else:
+            first, rows = heads.first * config.qk_head_dim, heads.number * config.qk_head_dim
+            q = F.linear(query_latent, self.q_b_proj.weight[first : first + rows])
+        return q.view(q.shape[0], heads.number, config.qk_head_dim)  # type: ignore[no-any-return]
+
+    def _query_buffer(self, queries: Tensor, heads: _Heads, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Room for absorbed queries, [L, heads.padded, 576] with zeros in added heads; and the part of own heads."""
+        count, width = heads.number, self.mla_config.kv_lora_rank + self.mla_config.qk_rope_head_dim
+        buffer = queries.new_empty((queries.shape[0], heads.padded, width), dtype=dtype)
+        if heads.padded == count:
+            return buffer, buffer
+        buffer[:, count:].zero_()
+        return buffer, buffer[:, :count]
 
     def _project(self, attended: Tensor, heads: _Heads, plan: CpPlan) -> Tensor:
         """[L, heads.padded, 512] -> values -> [L, hidden_size], summed over the ranks if they share the heads."""

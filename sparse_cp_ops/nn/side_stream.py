@@ -29,9 +29,7 @@ class SideStream:
             number: which of the streams beside the current one, from 0 on.
         """
         self._side: torch.cuda.Stream | None = None
-        if plan.is_prefill or torch.compiler.is_compiling() or not plan.req_ids.is_cuda:
-            return
-        if torch.cuda.is_current_stream_capturing():
+        if runs_side_streams(plan):
             self._main = torch.cuda.current_stream(plan.req_ids.device)
             self._side = _side_of(self._main, number)
             self._context = torch.cuda.stream(self._side)
@@ -55,6 +53,13 @@ class SideStream:
         """What comes to the current stream from now on waits for all that this one has."""
         if self._side is not None:
             self._main.wait_stream(self._side)
+
+
+def runs_side_streams(plan: CpPlan) -> bool:
+    """Whether a CUDA graph of a decode step is being captured, eagerly."""
+    if plan.is_prefill or torch.compiler.is_compiling() or not plan.req_ids.is_cuda:
+        return False
+    return torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache

@@ -50,6 +50,27 @@ def require_own(plan: CpPlan | None, planner: ForwardPlanner) -> CpPlan:
     return plan
 
 
+def require_fitting_pages(cache: PagedKvCache, layer_id: int, plan: CpPlan) -> None:
+    """Refuse a cache with another page size than the plan's, and a number that is no layer."""
+    if cache.page_size != plan.page_size:
+        raise ValueError(f"cache: expected page_size {plan.page_size} as in the plan, got {cache.page_size}")
+    cache.require_layer(layer_id)
+
+
+def require_indexer_pages(cache: PagedKvCache, layer_id: int, plan: CpPlan) -> tuple[Tensor, Tensor]:
+    """The layer's indexer pages and the plan's block table, if there are both."""
+    pages, block_table = cache.indexer[layer_id], plan.block_table
+    if pages is None or block_table is None:
+        missing = "indexer pages in the cache" if pages is None else "a block table in the plan"
+        raise ValueError(f"layer {layer_id}: expected {missing}, got none")
+    return pages, block_table
+
+
+def batch_invariant(plan: CpPlan) -> bool:
+    """Few rows want their keys split over the row count, which costs batch invariance."""
+    return plan.is_prefill or torch.are_deterministic_algorithms_enabled()
+
+
 @dataclass(eq=False)
 class KvRecords:
     """The records of this rank's rows in one layer, to be filled by ``pack_mla_kv`` and ``quant_q_k_cp``.
@@ -162,9 +183,7 @@ class SparseMlaFp8CPOp(nn.Module):
         plan = require_current(plan)
         if pending.plan is not plan:
             raise ValueError("pending: expected a write that was started with this plan")
-        if cache.page_size != plan.page_size:
-            raise ValueError(f"cache: expected page_size {plan.page_size} as in the plan, got {cache.page_size}")
-        cache.require_layer(layer_id)
+        require_fitting_pages(cache, layer_id, plan)
         records = pending.records
         mla, index = records.mla, records.index
         if records.gather is not None:
@@ -203,8 +222,6 @@ class SparseMlaFp8CPOp(nn.Module):
         if topk_indices is None:
             raise ValueError("topk_indices: expected the picks of this or of an earlier layer, got None")
         cache.require_layer(layer_id)
-        # Few rows want their keys split over the row count, which costs batch invariance.
-        batch_invariant = plan.is_prefill or torch.are_deterministic_algorithms_enabled()
         out, lse = direct.sparse_mla_fp8_cp(
             q,
             cache.mla[layer_id],
@@ -214,7 +231,7 @@ class SparseMlaFp8CPOp(nn.Module):
             plan.kv_lens,
             self.softmax_scale,
             self.precision,
-            batch_invariant,
+            batch_invariant(plan),
         )
         return out, lse
 
@@ -245,6 +262,18 @@ class SparseMlaImpl:
         _require_fitting_group(mla_config, parallelism_config, self.group)
         self.planner = ForwardPlanner(mla_config, parallelism_config, self.group)
         self.op = SparseMlaFp8CPOp(mla_config, parallelism_config, planner=self.planner)
+        # Of attend_new_rows, in its order; read once, because each field of a config costs the host.
+        self._op_settings = (
+            mla_config.indexer_interleaved,
+            mla_config.index_weight_scale,
+            mla_config.q_absmax,
+            mla_config.scale_format,
+            mla_config.index_topk,
+            mla_config.workspace_bytes,
+            mla_config.precision,
+            mla_config.softmax_scale,
+            mla_config.attention_precision,
+        )
 
     @classmethod
     def support_prefill_cp(cls) -> bool:
@@ -305,6 +334,60 @@ class SparseMlaImpl:
             raise RuntimeError(f"{type(self.op).__name__}: the attention of layer {layer_id} returned no result")
         out, lse = result
         return out, lse
+
+    def attend_new_rows(
+        self,
+        q: Tensor,
+        queries: Tensor,
+        compressed_kv: Tensor,
+        k_pe: Tensor,
+        index_q: Tensor,
+        index_k: Tensor,
+        index_weights: Tensor,
+        cos_sin_cache: Tensor,
+        cache: PagedKvCache,
+        layer_id: int,
+        plan: CpPlan,
+    ) -> tuple[Tensor, Tensor]:
+        """Cache write, picks and attention of rows that no other rank needs, see :func:`ops.attend_new_rows`.
+
+        Args:
+            q ... cos_sin_cache: as of the op.
+            cache: the model's caches.
+            layer_id: which layer's pages to write and read.
+            plan: the forward's plan.
+
+        Returns:
+            out bf16 [L, H, 512] and the picks int32 [L, index_topk].
+
+        Raises:
+            ValueError: a missing or stale plan, one whose rows are split, a cache with another page size, or a layer
+                without indexer pages.
+        """
+        plan = require_own(plan, self.planner)
+        if rows_are_split(plan):
+            raise ValueError("plan: expected one whose rows this rank computes alone, got rows split among ranks")
+        require_fitting_pages(cache, layer_id, plan)
+        pages, block_table = require_indexer_pages(cache, layer_id, plan)
+        out, picks = direct.attend_new_rows(
+            q,
+            queries,
+            compressed_kv,
+            k_pe,
+            index_q,
+            index_k,
+            index_weights,
+            plan.positions,
+            cos_sin_cache,
+            plan.req_ids,
+            plan.kv_lens,
+            block_table,
+            cache.mla[layer_id],
+            pages,
+            *self._op_settings,
+            batch_invariant(plan),
+        )
+        return out, picks
 
 
 class SparseMlaCpImpl(SparseMlaImpl):

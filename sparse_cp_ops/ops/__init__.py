@@ -5,6 +5,7 @@ what was expected and what came. Each module holds one op: its wrapper and its f
 Layouts and exact semantics: docs/semantics.md and docs/kv_record.md.
 """
 
+from sparse_cp_ops.ops._attend_new_rows import attend_new_rows
 from sparse_cp_ops.ops._dequantize_kv import dequantize_kv
 from sparse_cp_ops.ops._expand_cp_plan import CpPlanRows, expand_cp_plan
 from sparse_cp_ops.ops._indexer_scores_ragged_cp import indexer_scores_ragged_cp
@@ -20,6 +21,7 @@ from sparse_cp_ops.ops._write_kv_cache import write_kv_cache
 
 __all__ = [
     "CpPlanRows",
+    "attend_new_rows",
     "dequantize_kv",
     "expand_cp_plan",
     "indexer_scores_ragged_cp",

@@ -7,6 +7,7 @@ import torch
 
 _ops = torch.ops.sparse_cp_ops
 
+attend_new_rows = _ops.attend_new_rows.default
 dequantize_kv = _ops.dequantize_kv.default
 expand_cp_plan = _ops.expand_cp_plan.default
 indexer_scores_ragged_cp = _ops.indexer_scores_ragged_cp.default

@@ -1,5 +1,6 @@
 """Plain PyTorch versions of the ops: slow, readable, the definition that the kernels are tested against."""
 
+from sparse_cp_ops.reference._attend_new_rows import attend_new_rows
 from sparse_cp_ops.reference._dequantize_kv import dequantize_kv
 from sparse_cp_ops.reference._expand_cp_plan import expand_cp_plan
 from sparse_cp_ops.reference._indexer_scores_ragged_cp import indexer_scores_ragged_cp
@@ -14,6 +15,7 @@ from sparse_cp_ops.reference._write_cache_store import write_cache_store
 from sparse_cp_ops.reference._write_kv_cache import write_kv_cache
 
 __all__ = [
+    "attend_new_rows",
     "dequantize_kv",
     "expand_cp_plan",
     "indexer_scores_ragged_cp",

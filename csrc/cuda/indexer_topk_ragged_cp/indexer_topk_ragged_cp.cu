@@ -3,12 +3,12 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "../../ops/op_functions.h"
 #include "../indexer_scores_ragged_cp/value_checks.h"
 #include "../launch.h"
 #include "topk_paths.h"
 
 namespace sparse_cp_ops {
-namespace {
 
 Tensor indexer_topk_ragged_cp(const Tensor& q_fp8, const Tensor& q_weights, const Tensor& indexer_cache,
                               const Tensor& block_table, const Tensor& req_ids, const Tensor& kv_lens, int64_t topk,
@@ -31,7 +31,6 @@ Tensor indexer_topk_ragged_cp(const Tensor& q_fp8, const Tensor& q_weights, cons
   return call.indices;
 }
 
-}  // namespace
 }  // namespace sparse_cp_ops
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_cp_ops, CUDA, m) {

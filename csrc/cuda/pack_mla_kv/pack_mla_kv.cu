@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "../../ops/op_functions.h"
 #include "../arch.h"
 #include "../device/bf16.cuh"
 #include "../device/fp8.cuh"
@@ -78,6 +79,8 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32) pack_kernel(PackMlaKvPara
   }
 }
 
+}  // namespace
+
 void pack_mla_kv(const Tensor& compressed_kv, const Tensor& k_pe, const Tensor& positions, const Tensor& cos_sin_cache,
                  Tensor records, bool interleaved, std::string scale_format) {
   const int32_t device = compressed_kv.get_device_index();
@@ -94,7 +97,6 @@ void pack_mla_kv(const Tensor& compressed_kv, const Tensor& k_pe, const Tensor& 
   check_launch("pack_mla_kv");
 }
 
-}  // namespace
 }  // namespace sparse_cp_ops
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_cp_ops, CUDA, m) { m.impl("pack_mla_kv", TORCH_BOX(&sparse_cp_ops::pack_mla_kv)); }

@@ -3,6 +3,7 @@
 
 #include <tuple>
 
+#include "../../ops/op_functions.h"
 #include "../arch.h"
 #include "../launch.h"
 #include "../rows.h"
@@ -41,6 +42,8 @@ void launch(const QuantQKParams& p, bool fast, const DeviceArch& arch, int32_t d
       p, make_absmax(p.q_absmax), static_cast<uint32_t>(head_groups), static_cast<uint32_t>(q_warps));
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> quant_q_k_cp(const Tensor& q, const Tensor& k, const Tensor& weights,
                                         const Tensor& positions, const Tensor& cos_sin_cache, Tensor k_records,
                                         bool interleaved, bool hadamard, double weight_scale, std::string scale_format,
@@ -66,7 +69,6 @@ std::tuple<Tensor, Tensor> quant_q_k_cp(const Tensor& q, const Tensor& k, const 
   return {call.q_fp8, call.q_weights};
 }
 
-}  // namespace
 }  // namespace sparse_cp_ops
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_cp_ops, CUDA, m) { m.impl("quant_q_k_cp", TORCH_BOX(&sparse_cp_ops::quant_q_k_cp)); }

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "../../ops/op_functions.h"
 #include "../device/bf16.cuh"
 #include "../device/rope.cuh"
 #include "../launch.h"
@@ -128,6 +129,8 @@ auto choose_kernel(bool vectors, bool interleaved, bool in_place) {
   return interleaved ? rope_kernel<T, true, false> : rope_kernel<T, false, false>;
 }
 
+}  // namespace
+
 void rope_(Tensor x, const Tensor& positions, const Tensor& cos_sin_cache, bool interleaved,
            std::optional<Tensor> source) {
   const int32_t device = x.get_device_index();
@@ -158,7 +161,6 @@ void rope_(Tensor x, const Tensor& positions, const Tensor& cos_sin_cache, bool 
   check_launch("rope_");
 }
 
-}  // namespace
 }  // namespace sparse_cp_ops
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_cp_ops, CUDA, m) { m.impl("rope_", TORCH_BOX(&sparse_cp_ops::rope_)); }

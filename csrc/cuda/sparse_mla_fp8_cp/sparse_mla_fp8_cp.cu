@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include "../../ops/op_functions.h"
 #include "../value_checks.h"
 #include "kernels.h"
 
@@ -77,6 +78,8 @@ void check_values(const SparseMlaParams& p, const Tensor& indices, const std::op
   check_sparse_mla_values(host);
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> sparse_mla_fp8_cp(const Tensor& q, const Tensor& kv_cache, const Tensor& indices,
                                              const std::optional<Tensor>& block_table,
                                              const std::optional<Tensor>& req_ids, const std::optional<Tensor>& kv_lens,
@@ -135,7 +138,6 @@ std::tuple<Tensor, Tensor> sparse_mla_fp8_cp(const Tensor& q, const Tensor& kv_c
   return {call.out, call.lse};
 }
 
-}  // namespace
 }  // namespace sparse_cp_ops
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_cp_ops, CUDA, m) {

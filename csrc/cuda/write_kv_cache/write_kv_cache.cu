@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "../../ops/op_functions.h"
 #include "../launch.h"
 #include "../rows.h"
 #include "../value_checks.h"
@@ -111,6 +112,8 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32) write_kernel(WriteKvCache
   }
 }
 
+}  // namespace
+
 void write_kv_cache(const Tensor& mla_records, std::optional<Tensor> k_records, std::optional<Tensor> req_ids,
                     std::optional<Tensor> positions, std::optional<Tensor> block_table, Tensor mla_cache,
                     std::optional<Tensor> indexer_cache, std::optional<Tensor> slots) {
@@ -134,7 +137,6 @@ void write_kv_cache(const Tensor& mla_records, std::optional<Tensor> k_records, 
   check_launch("write_kv_cache");
 }
 
-}  // namespace
 }  // namespace sparse_cp_ops
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_cp_ops, CUDA, m) {
