@@ -120,14 +120,15 @@ def test_nothing_is_copied(is_prefill: bool, device: str) -> None:
     (code,) = codes
     assert not re.search(r"copy_\(|\bclone\(|auto_functionalized", code)
     fused = re.findall(r"^ +(?:cpp|triton)_\w*fused\w*(?:\.run)?\((.*)\)$", code, re.MULTILINE)
-    assert len(fused) >= 3  # the norms, at least
+    assert len(fused) >= 2  # the norms, two of which may share a kernel
     ops = re.findall(r"torch\.ops\.sparse_cp_ops(?:_nn)?\.(\w+)\.default\((.*)\)$", code, re.MULTILINE)
-    counts = {"rope_": 1, "write_kv_cache": 1, "indexer_topk_ragged_cp": 1, "sparse_mla_fp8_cp": 1}
-    for op, count in {"bmm_into": 2, **(counts if is_prefill else {"attend_new_rows": 1})}.items():
+    steps = {"rope_": 1, "write_kv_cache": 1, "indexer_topk_ragged_cp": 1, "sparse_mla_fp8_cp": 1, "bmm_into": 2}
+    for op, count in (steps if is_prefill else {"decode_step": 1}).items():
         calls = [arguments for name, arguments in ops if name == op]
         assert len(calls) == count, op
-        # attend_new_rows reads what norms make, too: of it the absorbed queries and the queries, which come first.
-        shared = set(tensors_in(calls)[: 2 if op == "attend_new_rows" else None]) & set(tensors_in(fused))
+        reads_norms = op == "decode_step"  # and besides them the caches, which are arguments of the graph
+        touched = [name for name in tensors_in(calls) if not reads_norms or name.startswith("arg")]
+        shared = set(touched) & set(tensors_in(fused))
         assert not shared, f"{op} shares {shared} with a fused kernel"
 
     # The norms are fused and round once where eager ones round between steps: picks of close scores may differ.

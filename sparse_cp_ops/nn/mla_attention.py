@@ -22,9 +22,10 @@ from sparse_cp_ops.context_parallel.plan import CpPlan
 from sparse_cp_ops.kv_cache import PagedKvCache
 from sparse_cp_ops.nn import unquantised
 from sparse_cp_ops.nn.bmm_into import bmm_into
+from sparse_cp_ops.nn.decode_step import absorb, is_plain, project_values, traced_decode_step
 from sparse_cp_ops.nn.forward_planner import require_supported
 from sparse_cp_ops.nn.indexer import Indexer
-from sparse_cp_ops.nn.linear_fp32 import as_dtype
+from sparse_cp_ops.nn.linear_fp32 import as_dtype, linear_fp32
 from sparse_cp_ops.nn.mla_config import MlaConfig, kernel_heads
 from sparse_cp_ops.nn.rope import build_cos_sin_cache
 from sparse_cp_ops.nn.side_stream import SideStream, runs_side_streams
@@ -170,51 +171,56 @@ class MlaAttention(nn.Module):
             if not isinstance(cache, PagedKvCache):
                 raise ValueError(f"cache: expected a PagedKvCache, got {type(cache).__name__}")
             if self._takes_one_call(plan):
-                attended, picks = self._attend_new_rows(hidden, heads, cache, impl, plan)
+                values, picks = self._attend_new_rows(hidden, heads, cache, impl, plan)
             else:
                 q, picks = self._write_and_pick(hidden, heads, cache, impl, plan, prev_topk_indices)
                 attended, _ = impl.forward(q, cache, self._pages_of(cache), picks, plan)
                 del q  # as large as the attention's output, which is still there while it is projected
+                values = project_values(attended, heads.w_vc)
         else:
             if not isinstance(cache, UnquantisedKvCache):
                 raise ValueError(f"cache: expected an UnquantisedKvCache (quantise=False), got {type(cache).__name__}")
             attended, picks = self._attend_unquantised(hidden, heads, cache, plan, prev_topk_indices)
-        out = self._project(attended, heads, plan)
+            values = project_values(attended, heads.w_vc)
+        out = self._project(values, heads, plan)
         return (restore_rows(out, plan, self.group) if plan.head_mode == "batch_slice" else out), picks
 
     def _takes_one_call(self, plan: CpPlan) -> bool:
         """Whether ``attend_new_rows`` serves: rows that no other rank needs, few enough that their inputs may live on.
 
-        A graph that is captured runs the steps side by side instead.
+        An eager layer that is captured runs the steps side by side instead.
         """
-        return not (plan.is_prefill or self.indexer is None or rows_are_split(plan) or runs_side_streams(plan))
+        if plan.is_prefill or self.indexer is None or rows_are_split(plan):
+            return False
+        if torch.compiler.is_compiling():
+            return is_plain(self.q_b_proj)
+        return not runs_side_streams(plan.req_ids, plan.is_prefill)
 
     def _attend_new_rows(
         self, hidden: Tensor, heads: _Heads, cache: PagedKvCache, impl: SparseMlaImpl, plan: CpPlan
     ) -> tuple[Tensor, Tensor]:
-        """Everything between the projections; the attention's output [L, heads.padded, 512], and the picks."""
-        config, indexer, query_latent = self.mla_config, self.indexer, self._query_latent(hidden)
+        """Everything up to the values [L, heads.number * v_head_dim], and the picks."""
+        others = impl.new_rows_arguments(self.cos_sin_cache, cache, self._pages_of(cache), plan)
+        indexer, query_latent = self.indexer, self._query_latent(hidden)
         assert indexer is not None
         latent, k_pe = self._compressed(hidden)
-        index_k, weights = indexer.project_keys(hidden)
-        index_q = indexer.project_queries(query_latent)
-        queries = self._queries(query_latent, heads)
-        q, own = self._query_buffer(queries, heads, torch.bfloat16)
-        absorbed, q_nope = own.narrow(2, 0, config.kv_lora_rank), queries.narrow(2, 0, config.qk_nope_head_dim)
-        bmm_into(absorbed.transpose(0, 1), q_nope.transpose(0, 1), heads.w_kc)
-        return impl.attend_new_rows(
-            q,
-            as_dtype(queries, torch.bfloat16),
+        index_q, index_k = indexer.project_queries(query_latent), indexer.k_norm(indexer.wk(hidden))
+        rows = (
             as_dtype(latent, torch.bfloat16),
             as_dtype(k_pe, torch.bfloat16),
             as_dtype(index_q, torch.bfloat16),
             as_dtype(index_k, torch.bfloat16),
-            weights,
-            self.cos_sin_cache,
-            cache,
-            self._pages_of(cache),
-            plan,
         )
+        w_index = indexer.weights_proj.weight
+        if torch.compiler.is_compiling():
+            weights = (self._query_weight(heads), heads.w_kc, heads.w_vc, w_index)
+            values, picks = traced_decode_step(hidden, query_latent, *weights, heads.padded, *rows, *others)
+            return values, picks
+        queries = self._queries(query_latent, heads)
+        q = absorb(queries, heads.w_kc, heads.padded)
+        index_weights = linear_fp32(hidden, w_index)
+        out, picks = direct.attend_new_rows(q, as_dtype(queries, torch.bfloat16), *rows, index_weights, *others)
+        return project_values(out, heads.w_vc), picks
 
     def _write_and_pick(
         self,
@@ -241,7 +247,7 @@ class MlaAttention(nn.Module):
             impl.finish_kv_write(pending, cache, layer_id, plan)
         else:
             assert records.index is not None
-            keys, heads_side = SideStream(plan, 0), SideStream(plan, 1)
+            keys, heads_side = (SideStream(positions, plan.is_prefill, number) for number in (0, 1))
             keys.follow()
             with keys:
                 index_k, weights = indexer.project_keys(hidden)
@@ -325,11 +331,32 @@ class MlaAttention(nn.Module):
     def _write_unquantised(self, values: Tensor, pages: Tensor, plan: CpPlan) -> None:
         unquantised.write_rows(all_gather_rows(values, self.group) if rows_are_split(plan) else values, pages, plan)
 
+    def _query_weight(self, heads: _Heads) -> Tensor:
+        weight, width = self.q_b_proj.weight, self.mla_config.qk_head_dim
+        if heads.number == self.mla_config.num_heads:
+            return weight
+        return weight[heads.first * width : (heads.first + heads.number) * width]
+
+    def _queries(self, query_latent: Tensor, heads: _Heads) -> Tensor:
+        """[L, heads.number, qk_head_dim] before absorption and RoPE."""
+        if heads.number == self.mla_config.num_heads:
+            q = self.q_b_proj(query_latent)
+        else:
+            q = F.linear(query_latent, self._query_weight(heads))
+        return q.view(q.shape[0], heads.number, self.mla_config.qk_head_dim)  # type: ignore[no-any-return]
+
     def _absorbed_queries(self, query_latent: Tensor, heads: _Heads, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """``[q_nope @ W_kc | rope(q_pe)]`` [L, heads.padded, 576], built in one buffer; zeros in added heads."""
-        config, queries = self.mla_config, self._queries(query_latent, heads)
-        q_nope, q_pe = queries.split_with_sizes([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
-        buffer, own = self._query_buffer(queries, heads, dtype)
+        config, count = self.mla_config, heads.number
+        q = self._queries(query_latent, heads)
+        q_nope, q_pe = q.split_with_sizes([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+        buffer: Tensor = q.new_empty((q.shape[0], heads.padded, width), dtype=dtype)
+        own = buffer
+        if heads.padded > count:
+            buffer[:, count:].zero_()
+            own = buffer[:, :count]
         absorbed, rope_part = own.split_with_sizes([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
         bmm_into(absorbed.transpose(0, 1), q_nope.transpose(0, 1), heads.w_kc)
         if config.quantise:
@@ -338,36 +365,13 @@ class MlaAttention(nn.Module):
             rope_part.copy_(unquantised.rotate(q_pe, positions, self.cos_sin_cache, interleaved=True))
         return buffer
 
-    def _queries(self, query_latent: Tensor, heads: _Heads) -> Tensor:
-        """[L, heads.number, qk_head_dim] before absorption and RoPE."""
-        config = self.mla_config
-        if heads.number == config.num_heads:
-            q = self.q_b_proj(query_latent)
-        else:
-            first, rows = heads.first * config.qk_head_dim, heads.number * config.qk_head_dim
-            q = F.linear(query_latent, self.q_b_proj.weight[first : first + rows])
-        return q.view(q.shape[0], heads.number, config.qk_head_dim)  # type: ignore[no-any-return]
-
-    def _query_buffer(self, queries: Tensor, heads: _Heads, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Room for absorbed queries, [L, heads.padded, 576] with zeros in added heads; and the part of own heads."""
-        count, width = heads.number, self.mla_config.kv_lora_rank + self.mla_config.qk_rope_head_dim
-        buffer = queries.new_empty((queries.shape[0], heads.padded, width), dtype=dtype)
-        if heads.padded == count:
-            return buffer, buffer
-        buffer[:, count:].zero_()
-        return buffer, buffer[:, :count]
-
-    def _project(self, attended: Tensor, heads: _Heads, plan: CpPlan) -> Tensor:
-        """[L, heads.padded, 512] -> values -> [L, hidden_size], summed over the ranks if they share the heads."""
-        w_vc, count, width = heads.w_vc, heads.number, self.mla_config.v_head_dim
-        latent = attended if heads.padded == count else attended[:, :count]
-        values = w_vc.new_empty((latent.shape[0], count, width))
-        bmm_into(values.transpose(0, 1), as_dtype(latent, w_vc.dtype).transpose(0, 1), w_vc.mT)
-        values = values.view(values.shape[0], count * width)
+    def _project(self, values: Tensor, heads: _Heads, plan: CpPlan) -> Tensor:
+        """[L, heads.number * v_head_dim] -> [L, hidden_size], summed over the ranks if they share the heads."""
         if plan.head_mode != "head_slice":
             projected: Tensor = self.o_proj(values)
             return projected
-        own = self.o_proj.weight[:, heads.first * width : (heads.first + count) * width]
+        width = self.mla_config.v_head_dim
+        own = self.o_proj.weight[:, heads.first * width : (heads.first + heads.number) * width]
         out = all_reduce_sum(F.linear(values, own), self.group)
         return out if self.o_proj.bias is None else out + self.o_proj.bias
 

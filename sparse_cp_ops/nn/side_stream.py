@@ -6,8 +6,7 @@ import functools
 from types import TracebackType
 
 import torch
-
-from sparse_cp_ops.context_parallel.plan import CpPlan
+from torch import Tensor
 
 
 class SideStream:
@@ -21,16 +20,17 @@ class SideStream:
     and memory that a stream gives up goes to later work of that stream, which has to follow first.
     """
 
-    def __init__(self, plan: CpPlan, number: int) -> None:
+    def __init__(self, like: Tensor, is_prefill: bool, number: int) -> None:
         """Choose the stream.
 
         Args:
-            plan: the forward's plan.
+            like: a tensor on the device of the forward.
+            is_prefill: of the forward's plan.
             number: which of the streams beside the current one, from 0 on.
         """
         self._side: torch.cuda.Stream | None = None
-        if runs_side_streams(plan):
-            self._main = torch.cuda.current_stream(plan.req_ids.device)
+        if runs_side_streams(like, is_prefill):
+            self._main = torch.cuda.current_stream(like.device)
             self._side = _side_of(self._main, number)
             self._context = torch.cuda.stream(self._side)
 
@@ -55,9 +55,9 @@ class SideStream:
             self._main.wait_stream(self._side)
 
 
-def runs_side_streams(plan: CpPlan) -> bool:
-    """Whether a CUDA graph of a decode step is being captured, eagerly."""
-    if plan.is_prefill or torch.compiler.is_compiling() or not plan.req_ids.is_cuda:
+def runs_side_streams(like: Tensor, is_prefill: bool) -> bool:
+    """Whether a CUDA graph of a decode step is being captured by what runs eagerly, on the device of ``like``."""
+    if is_prefill or torch.compiler.is_compiling() or not like.is_cuda:
         return False
     return torch.cuda.is_current_stream_capturing()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -335,30 +336,10 @@ class SparseMlaImpl:
         out, lse = result
         return out, lse
 
-    def attend_new_rows(
-        self,
-        q: Tensor,
-        queries: Tensor,
-        compressed_kv: Tensor,
-        k_pe: Tensor,
-        index_q: Tensor,
-        index_k: Tensor,
-        index_weights: Tensor,
-        cos_sin_cache: Tensor,
-        cache: PagedKvCache,
-        layer_id: int,
-        plan: CpPlan,
-    ) -> tuple[Tensor, Tensor]:
-        """Cache write, picks and attention of rows that no other rank needs, see :func:`ops.attend_new_rows`.
-
-        Args:
-            q ... cos_sin_cache: as of the op.
-            cache: the model's caches.
-            layer_id: which layer's pages to write and read.
-            plan: the forward's plan.
-
-        Returns:
-            out bf16 [L, H, 512] and the picks int32 [L, index_topk].
+    def new_rows_arguments(
+        self, cos_sin_cache: Tensor, cache: PagedKvCache, layer_id: int, plan: CpPlan
+    ) -> tuple[Any, ...]:
+        """What ``ops.attend_new_rows`` takes from ``positions`` on, for rows that no other rank needs.
 
         Raises:
             ValueError: a missing or stale plan, one whose rows are split, a cache with another page size, or a layer
@@ -369,14 +350,7 @@ class SparseMlaImpl:
             raise ValueError("plan: expected one whose rows this rank computes alone, got rows split among ranks")
         require_fitting_pages(cache, layer_id, plan)
         pages, block_table = require_indexer_pages(cache, layer_id, plan)
-        out, picks = direct.attend_new_rows(
-            q,
-            queries,
-            compressed_kv,
-            k_pe,
-            index_q,
-            index_k,
-            index_weights,
+        return (
             plan.positions,
             cos_sin_cache,
             plan.req_ids,
@@ -387,7 +361,6 @@ class SparseMlaImpl:
             *self._op_settings,
             batch_invariant(plan),
         )
-        return out, picks
 
 
 class SparseMlaCpImpl(SparseMlaImpl):
