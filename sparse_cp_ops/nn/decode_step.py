@@ -74,15 +74,16 @@ def _kernel(
     index_k: Tensor,
     *arguments: Any,
 ) -> tuple[Tensor, Tensor]:
-    index_weights = linear_fp32(hidden, w_index)
-    rows = (compressed_kv, k_pe, index_q, index_k, index_weights)
-    if runs_side_streams(hidden, is_prefill=False):
-        out, indices = _side_by_side(query_latent, w_q, w_kc, heads, *rows, *arguments)
-    else:
-        queries = _queries(query_latent, w_q, w_kc)
-        q = absorb(queries, w_kc, heads)
-        out, indices = direct.attend_new_rows(q, as_dtype(queries, torch.bfloat16), *rows, *arguments)
-    return project_values(out, w_vc), indices
+    # Below autograd, as an eager layer: the ops' autograd kernels are Python.
+    with torch._C._AutoDispatchBelowAutograd():
+        rows = (compressed_kv, k_pe, index_q, index_k, linear_fp32(hidden, w_index))
+        if runs_side_streams(hidden, is_prefill=False):
+            out, indices = _side_by_side(query_latent, w_q, w_kc, heads, *rows, *arguments)
+        else:
+            queries = _queries(query_latent, w_q, w_kc)
+            q = absorb(queries, w_kc, heads)
+            out, indices = direct.attend_new_rows(q, as_dtype(queries, torch.bfloat16), *rows, *arguments)
+        return project_values(out, w_vc), indices
 
 
 def project_values(attended: Tensor, w_vc: Tensor) -> Tensor:

@@ -33,6 +33,9 @@ from sparse_cp_ops.nn.sparse_mla import SparseMlaImpl, require_current
 from sparse_cp_ops.nn.unquantised import UnquantisedKvCache
 from sparse_cp_ops.ops import direct
 
+# Up to here the host is the bound of an eager layer of DeepSeek-V3.2 (docs/context_parallel.md).
+FEW_ROWS = 1024
+
 
 class _Heads(NamedTuple):
     """The attention heads that this rank computes in a forward, ``first .. first+number-1``."""
@@ -188,12 +191,15 @@ class MlaAttention(nn.Module):
     def _takes_one_call(self, plan: CpPlan) -> bool:
         """Whether ``attend_new_rows`` serves: rows that no other rank needs, few enough that their inputs may live on.
 
-        An eager layer that is captured runs the steps side by side instead.
+        Such rows are bound by the host. Under a CUDA graph's capture decode runs its steps side by side instead, and
+        compiled code is made for prefill and decode, not for few and many rows.
         """
-        if plan.is_prefill or self.indexer is None or rows_are_split(plan):
+        if self.indexer is None or rows_are_split(plan):
             return False
         if torch.compiler.is_compiling():
-            return is_plain(self.q_b_proj)
+            return not plan.is_prefill and is_plain(self.q_b_proj)
+        if plan.is_prefill:
+            return plan.req_ids.shape[0] <= FEW_ROWS
         return not runs_side_streams(plan.req_ids, plan.is_prefill)
 
     def _attend_new_rows(

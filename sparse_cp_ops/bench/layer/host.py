@@ -175,7 +175,7 @@ def arguments_of_ops(forward: Callable[[], object]) -> dict[str, tuple[Any, ...]
     """What each of the package's ops was given last in a forward of a layer."""
     calls: dict[str, tuple[Any, ...]] = {}
     with contextlib.ExitStack() as stack:
-        for name in trace.OPS:
+        for name in ("attend_new_rows", *trace.OPS):
             op = getattr(direct, name)
 
             def remembered(*args: Any, _name: str = name, _op: Any = op) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from sparse_cp_ops.context_parallel import collectives
-from sparse_cp_ops.nn import MlaAttention
+from sparse_cp_ops.nn import MlaAttention, mla_attention
 from sparse_cp_ops.ops import direct
 
 PROJECTIONS, INDEX_PROJECTIONS, OUTPUT = "q and kv projections", "indexer projections", "output projection"
@@ -91,6 +91,7 @@ def marked_parts(layer: MlaAttention) -> Iterator[None]:
         for name, part in OPS.items():
             replace(direct, name, part)
         replace(collectives, "_all_gather_single", GATHER)
+        replace(mla_attention, "project_values", OUTPUT)
         for path, part in {**_MODULES, **_METHODS}.items():
             *owners, name = path.split(".")
             owner = layer.get_submodule(".".join(owners))
