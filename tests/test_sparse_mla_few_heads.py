@@ -138,6 +138,21 @@ def test_replays_with_other_lengths(heads: int, rows: int) -> None:
         assert_within_bounds(*captured, *(x.cpu() for x in exact))
 
 
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("scale_kind", ["ue8m0", "fp32"])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_more_rows_from_a_large_cache(heads: int, scale_kind: str, batch_invariant: bool) -> None:
+    """Decode batches of more blocks than multiprocessors, from more tokens than are worth turning into 16-bit rows."""
+    for rows in (70, 150):
+        case = slot_case(rows, heads, 512, 81920, scale_kind)
+        case[2][3, 64:] = -1
+        case[2][4] = -1
+        out, lse = ops.sparse_mla_fp8_cp(*case, SCALE, "high", batch_invariant)
+        exact_out, exact_lse = reference.sparse_mla_fp8_cp(*case, SCALE)
+        assert_within_bounds(out, lse, exact_out.cpu(), exact_lse.cpu())
+        assert_same_bits(ops.sparse_mla_fp8_cp(*case, SCALE, "high", batch_invariant), (out, lse))
+
+
 def test_streams_side_by_side() -> None:
     """Two launches at the same time share nothing but their inputs."""
     cases = [slot_case(rows, 128, 1024, scale_kind="fp32") for rows in (1, 4)]

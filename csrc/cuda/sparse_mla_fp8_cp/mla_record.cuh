@@ -96,9 +96,15 @@ __device__ __forceinline__ uint32_t pack_f16x2(float low, float high) {
 // Bytes 0, 1 (high = false) or 2, 3 of `bytes` as a pair of f16, times the power of two behind `multiplier`.
 __device__ __forceinline__ uint32_t e4m3x2_to_f16x2(uint32_t bytes, bool high, uint32_t multiplier) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  const __half2_raw pair =
-      __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(high ? bytes >> 16 : bytes & 0xffff), __NV_E4M3);
-  return multiply_f16x2(reinterpret_cast<const uint32_t&>(pair), multiplier);
+  uint32_t pair;  // the instruction takes either half of a register
+  if (high) {
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, high;\n}"
+        : "=r"(pair)
+        : "r"(bytes));
+  } else {
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}" : "=r"(pair) : "r"(bytes));
+  }
+  return multiply_f16x2(pair, multiplier);
 #else
   const uint32_t spread = __byte_perm(bytes, 0, high ? 0x3424 : 0x1404);  // s eeee mmm 00000000, twice
   const uint32_t placed = ((spread >> 1) & 0x3f803f80u) | (spread & 0x80008000u);

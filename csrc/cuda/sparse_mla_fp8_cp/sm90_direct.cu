@@ -1,4 +1,5 @@
 // The Hopper kernel with keys from the records: few rows, or a cache too large for a workspace.
+#include "sm90_direct_producer.cuh"
 #include "sm90_kernel.cuh"
 
 namespace sparse_cp_ops {

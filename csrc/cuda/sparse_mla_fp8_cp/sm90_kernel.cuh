@@ -1,4 +1,4 @@
-// The Hopper kernel: one persistent block a multiprocessor, a producer and two consumer warpgroups.
+// The Hopper kernel: one persistent block a multiprocessor, two consumer warpgroups and one or two that produce.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ __global__ __launch_bounds__(kThreads<Source>, 1) void attend(SparseMlaParams p,
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
       for (int part = 0; part < 2; ++part) {
-        mbarrier_init(barriers.full(i, part), Source::kProducers);
+        mbarrier_init(barriers.full(i, part), Source::kArrivals);
         for (int quarter = 0; quarter < kQuarters; ++quarter)
           mbarrier_init(barriers.empty(i, part, quarter), kWarpgroup / 32);
       }

@@ -58,40 +58,59 @@ struct Barriers {
 };
 inline constexpr int kConsumerBarrier = 1;
 
-// What the four scales of a record turn into. Values: e4m3 * multiplier (two f16) in units of 2^E * m, with a mantissa
-// m of each scale. Factors: m0 / m1, m1 / m2, m2 / m3, which take the sum of products over one scale tile into the unit
-// of the next, and 2^E * m3, which is never 0, so that 0 marks an unused entry.
+// What the four scales of a record turn into. Values: e4m3 * multiplier in units of 2^E * m, with a mantissa m of each
+// scale. Factors: m0 / m1, m1 / m2, m2 / m3, which take the sum of products over one scale tile into the unit of the
+// next, and 2^E * m3, which is never 0, so that 0 marks an unused entry. Zero and subnormal scales count as 0, NaN and
+// infinite ones as NaN.
+inline constexpr uint32_t kExponentBits = 0x7f800000u, kFractionBits = 0x007fffffu;
+
+// The largest of these is that of the record.
+__device__ __forceinline__ uint32_t finite_power(uint32_t scale) {
+  const uint32_t power = scale & kExponentBits;
+  return power == kExponentBits ? 0 : power;
+}
+__device__ __forceinline__ int exponent_of(uint32_t largest) {
+  return largest == 0 ? 0 : record_exponent(static_cast<int>(largest >> 23) - 127);
+}
+// inverse: 2^-E.
+__device__ __forceinline__ float multiplier_of(uint32_t scale, float inverse) {
+  const float ratio = __uint_as_float(scale & kExponentBits) * inverse;
+  return fmaf(ratio, 0.0f, ratio);
+}
+__device__ __forceinline__ float mantissa_of_scale(uint32_t scale) {
+  const uint32_t power = finite_power(scale);
+  return __uint_as_float((power == 0 ? 0 : scale & kFractionBits) | 0x3f800000u);
+}
+__device__ __forceinline__ float last_factor(float mantissa, int exponent) {
+  return __uint_as_float(__float_as_uint(mantissa) + (static_cast<uint32_t>(exponent) << 23));
+}
+__device__ __forceinline__ uint32_t rope_multiplier_of(float inverse) {  // two bf16
+  return __byte_perm(__float_as_uint(inverse), 0, 0x3232);
+}
+
 struct RecordScales {
-  uint32_t multipliers[kLatentTiles];
+  uint32_t multipliers[kLatentTiles];  // two f16 each
   float4 factors;
-  uint32_t rope_multiplier;  // two bf16, 2^-E
+  uint32_t rope_multiplier;
 };
 
-__device__ __forceinline__ RecordScales record_scales(const float4& scales) {
-  const uint32_t bits[kLatentTiles] = {__float_as_uint(scales.x), __float_as_uint(scales.y), __float_as_uint(scales.z),
-                                       __float_as_uint(scales.w)};
-  int exponent = INT_MIN;
-#pragma unroll
-  for (uint32_t x : bits) {
-    const int field = x >> 23 & 0xff;
-    if (field != 0 && field != 255) exponent = max(exponent, field - 127);
-  }
-  exponent = exponent == INT_MIN ? 0 : record_exponent(exponent);
+__device__ __forceinline__ RecordScales record_scales(const uint4& scales) {
+  const uint32_t largest =
+      max(max(finite_power(scales.x), finite_power(scales.y)), max(finite_power(scales.z), finite_power(scales.w)));
+  const int exponent = exponent_of(largest);
+  const float inverse = power_of_two(-exponent);
   RecordScales result;
   float mantissas[kLatentTiles];
+  int t = 0;
 #pragma unroll
-  for (int t = 0; t < kLatentTiles; ++t) {
-    const int field = bits[t] >> 23 & 0xff;
-    const bool normal = field != 0 && field != 255;  // zero and subnormal scales count as 0, NaN and inf give NaN
-    result.multipliers[t] = normal ? latent_multiplier(field - 127 - exponent) : field == 0 ? 0 : 0x7e007e00u;
-    mantissas[t] = __uint_as_float((normal ? bits[t] & 0x007fffffu : 0) | 0x3f800000u);
+  for (uint32_t scale : {scales.x, scales.y, scales.z, scales.w}) {
+    const float multiplier = multiplier_of(scale, inverse);
+    result.multipliers[t] = pack_f16x2(multiplier, multiplier);
+    mantissas[t++] = mantissa_of_scale(scale);
   }
-  result.factors =
-      make_float4(__fdividef(mantissas[0], mantissas[1]), __fdividef(mantissas[1], mantissas[2]),
-                  __fdividef(mantissas[2], mantissas[3]),
-                  __uint_as_float(__float_as_uint(mantissas[3]) + (static_cast<uint32_t>(exponent) << 23)));
-  const float inverse = exponent < 127 ? power_of_two(-exponent) : 0x1p-127f;
-  result.rope_multiplier = __byte_perm(__float_as_uint(inverse), 0, 0x3232);
+  result.factors = make_float4(__fdividef(mantissas[0], mantissas[1]), __fdividef(mantissas[1], mantissas[2]),
+                               __fdividef(mantissas[2], mantissas[3]), last_factor(mantissas[3], exponent));
+  result.rope_multiplier = rope_multiplier_of(inverse);
   return result;
 }
 

@@ -35,7 +35,7 @@ __global__ __launch_bounds__(kWarps * 32) void convert(SparseMlaParams p, Worksp
     const uint8_t* record =
         p.kv_cache + page * p.page_stride + (token & ((1 << page_shift) - 1)) * int64_t{kMlaRecordBytes};
     sm90::RecordScales scales{};
-    if (exists) scales = sm90::record_scales(*reinterpret_cast<const float4*>(record + kMlaScaleOffset));
+    if (exists) scales = sm90::record_scales(*reinterpret_cast<const uint4*>(record + kMlaScaleOffset));
     const int64_t slot = blockIdx.y * static_cast<int64_t>(workspace.per_request) + token;
     auto* row = reinterpret_cast<uint4*>(workspace.rows + slot * kWorkspaceRowBytes);
 #pragma unroll
