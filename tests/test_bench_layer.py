@@ -9,7 +9,7 @@ import torch
 from cp_harness import one_thread  # noqa: F401  (fixture)
 
 from sparse_cp_ops.__main__ import main
-from sparse_cp_ops.bench.layer import memory, ranks, timeline, trace
+from sparse_cp_ops.bench.layer import goals, memory, ranks, timeline, trace
 from sparse_cp_ops.bench.layer.model import TINY, Bench, FilledLayer
 from sparse_cp_ops.bench.layer.trace import Interval
 
@@ -129,6 +129,23 @@ def test_memory_at_the_peak_by_line() -> None:
         (16, 16, "elsewhere"),
         (0, 30, "indexer.py:project"),
     ]
+
+
+def test_goals_are_compared_as_they_are_shown() -> None:
+    part = {"conditions": {"device": "a GPU, 9 SMs"}, "tiny": False, "bare_calls_us": 100.0}
+    fast = part | {"prepare_us": 50.4, "layer_us": 125.4}
+    slow = part | {"prepare_us": 50.6, "layer_us": 225.0}
+    assert [(bound, value, how) for _, bound, value, how in goals.rows({"host": fast})] == [
+        ("50 us", "50 us", "met"),
+        ("25 us", "25 us", "met"),
+    ]
+    assert [(value, how.split(" ")[0]) for _, _, value, how in goals.rows({"host": slow})] == [
+        ("51 us", "**missed.**"),
+        ("125 us", "**missed.**"),
+    ]
+    assert all(len(how) > 30 for *_, how in goals.rows({"host": slow}))  # says why
+    assert not list(goals.rows({"host": fast | {"tiny": True}}))
+    assert not list(goals.rows({"host": fast | {"conditions": {"device": "a CPU, AVX512"}}}))
 
 
 QUICK_PARTS = ("timeline", "host", "balance", "break_even", "memory", "decode", "end_to_end")

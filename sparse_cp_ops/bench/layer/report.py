@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sparse_cp_ops.bench.layer import trace
+from sparse_cp_ops.bench.layer import goals, trace
 
 NOT_MEASURED = "not measured"
 
@@ -20,6 +20,9 @@ def markdown(results: dict[str, Any]) -> str:
         "time of what travels between ranks is *modelled* from a table measured on two GPUs "
         "(`sparse_cp_ops/bench/layer/ranks.py`).",
     ]
+    reached = list(goals.rows(results))
+    if reached:
+        sections += ["", "## Goals", "", *_table(["", "at most", "measured", ""], reached)]
     for name, (title, body) in _SECTIONS.items():
         part = results.get(name)
         sections += ["", f"## {title}", ""]
