@@ -144,10 +144,10 @@ def _side_by_side(
     """The same kernels; those of the head weights and of the query heads have streams of their own."""
     weights_side, heads_side = (SideStream(hidden, is_prefill=False, number=number) for number in (0, 1))
     weights_side.follow()
+    heads_side.follow()
     with weights_side:
         index_weights = linear_fp32(hidden, w_index)
-    index_q = _heads_of(query_latent, w_index_q, w_index.shape[0])
-    heads_side.follow()
+    index_q = _heads_of(query_latent, w_index_q, w_index.shape[0])  # ahead of all query heads: the scores wait for it
     with heads_side:
         queries = _heads_of(query_latent, w_q, w_kc.shape[0])
         q = absorb(queries, w_kc, heads)
