@@ -54,7 +54,8 @@ struct KeyPages {
 // Into an empty stage, by a converged warp whose lanes have the same arguments but for `mine`: lane p's is piece p.
 template <int HEADS>
 __device__ __forceinline__ void copy_tile(const KeyPages& pages, const IndexerInputs& in, bool whole,
-                                          const PiecePlace& mine, Shared<HEADS>& shared, int ring_stage) {
+                                          const PiecePlace& mine, Shared<HEADS>& shared, int ring_stage,
+                                          uint64_t policy) {
   Stage& stage = shared.stages[ring_stage];
   const uint32_t full = shared_address(&shared.full[ring_stage]);
   const int lane = threadIdx.x % 32;
@@ -68,9 +69,9 @@ __device__ __forceinline__ void copy_tile(const KeyPages& pages, const IndexerIn
     const bool there = place.page >= 0 && place.page < in.pages;
     // A plane behind the last one reads as zeros; NaN scales make the scores NaN.
     bulk_copy_box_by_warp(values + piece * kPieceKeys * kIndexDim, &map, 0, there ? offset : 0,
-                          there ? place.page : max(static_cast<int>(in.pages), 1), full);
+                          there ? place.page : max(static_cast<int>(in.pages), 1), full, policy);
     const void* scales_at = in.cache + place.page * in.page_stride + index_scale_offset(in.page_size, offset);
-    bulk_copy_by_warp(scales + piece * kPieceKeys * 4, there ? scales_at : kNanScales, keys * 4, full);
+    bulk_copy_by_warp(scales + piece * kPieceKeys * 4, there ? scales_at : kNanScales, keys * 4, full, policy);
   };
   if (whole) {
     copy(pages.tiles, kTileKeys, 0);
@@ -93,6 +94,8 @@ __device__ __forceinline__ void produce(const KeyPages& pages, const Sm90ScoreTa
     // Rows of pads have no keys, so a block that has steps has a real request.
     const int64_t request = in.req_ids[row_of(task.rows, segment.block.slot)];
     const int32_t* table = in.block_table + request * in.table_stride;
+    // Few rows of a request: no other block reads its keys, so they make room for scores in the L2 cache.
+    const uint64_t policy = segment.shared_tiles ? usual_cache_policy() : read_once_cache_policy();
     const int piece = threadIdx.x % kPieces;
     const auto find = [&](int tile) { return find_piece(task, segment, table, tile * kPieces + piece); };
     int tile = segment.first + skipped;
@@ -101,7 +104,7 @@ __device__ __forceinline__ void produce(const KeyPages& pages, const Sm90ScoreTa
       const PiecePlace place = ahead;
       ahead = find(tile + kProducers);
       mbarrier_wait(shared_address(&shared.empty[ring_stage]), parity);
-      copy_tile(pages, in, whole, place, shared, ring_stage);
+      copy_tile(pages, in, whole, place, shared, ring_stage, policy);
       ring_stage += kProducers;
       if (ring_stage >= kStages) ring_stage -= kStages, parity ^= 1;
     }

@@ -89,8 +89,7 @@ __device__ void select_row(const SelectTask& task, int slot, Scratch<THREADS, BL
   }
   const float* scores = task.scores + slot * task.score_stride;
   uint32_t ranks[kElements];
-#pragma unroll
-  for (int s = 0; s < kStrips; ++s) load_ranks(scores, first + (s * THREADS + threadIdx.x) * 4, keys, ranks + 4 * s);
+  load_ranks<kStrips>(scores, keys, ranks, [first](int s) { return first + (s * THREADS + threadIdx.x) * 4; });
 
   const Found found = search(ranks, keys, topk, topk, scratch.search);
   uint32_t chosen = 0;

@@ -15,20 +15,30 @@ __device__ __forceinline__ uint32_t rank_of_score(float score) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Ranks of four scores from number `first` on, a multiple of 4; what is at `end` or behind it may be unwritten memory.
-__device__ __forceinline__ void load_ranks(const float* scores, int first, int end, uint32_t* ranks) {
-  float4 four = make_float4(0, 0, 0, 0);
-  if (first + 4 <= end) {
-    four = *reinterpret_cast<const float4*>(scores + first);
-  } else if (first < end) {
-    four.x = scores[first];
-    if (first + 1 < end) four.y = scores[first + 1];
-    if (first + 2 < end) four.z = scores[first + 2];
+// Ranks of VECTORS times four scores, from number first_of(v) on, multiples of 4; what is at `end` or behind it may be
+// unwritten memory. All loads are on their way before the first one is waited for.
+template <int VECTORS, class FirstOf>
+__device__ __forceinline__ void load_ranks(const float* scores, int end, uint32_t (&ranks)[4 * VECTORS],
+                                           const FirstOf& first_of) {
+  float4 four[VECTORS];
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) {
+    four[v] = make_float4(0, 0, 0, 0);
+    if (first_of(v) + 4 <= end) four[v] = *reinterpret_cast<const float4*>(scores + first_of(v));
   }
-  ranks[0] = first < end ? rank_of_score(four.x) : kNoRank;
-  ranks[1] = first + 1 < end ? rank_of_score(four.y) : kNoRank;
-  ranks[2] = first + 2 < end ? rank_of_score(four.z) : kNoRank;
-  ranks[3] = first + 3 < end ? rank_of_score(four.w) : kNoRank;
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) {
+    const int first = first_of(v);
+    if (first + 4 > end && first < end) {
+      four[v].x = scores[first];
+      if (first + 1 < end) four[v].y = scores[first + 1];
+      if (first + 2 < end) four[v].z = scores[first + 2];
+    }
+    ranks[4 * v] = first < end ? rank_of_score(four[v].x) : kNoRank;
+    ranks[4 * v + 1] = first + 1 < end ? rank_of_score(four[v].y) : kNoRank;
+    ranks[4 * v + 2] = first + 2 < end ? rank_of_score(four[v].z) : kNoRank;
+    ranks[4 * v + 3] = first + 3 < end ? rank_of_score(four[v].w) : kNoRank;
+  }
 }
 
 // The score of a rank; -inf for NaN, so that everything but NaN reaches it.

@@ -2,6 +2,10 @@
 // them gathers what reaches it, and the choice is among those.
 #pragma once
 
+#include "../device/cp_async.cuh"
+#include "../device/shared_access.cuh"
+#include "../device/cp_async.cuh"
+#include "../device/mma_sync.cuh"
 #include "best_survivors.cuh"
 #include "sampled_cut.cuh"
 
@@ -13,11 +17,67 @@ inline constexpr int kFilterSample = 4096;
 template <int THREADS>
 inline constexpr int kFilterBytes = sizeof(SurvivorScratch<THREADS>) + 2 * kFilteredKeys / 8;
 
+// A row's scores in order, a step at a time: each thread has kVectors times four of a step. AHEAD steps are on their way
+// to shared memory while the row's sample is searched and while steps before them are looked at; a thread reads what it
+// copied itself. Without room for that (AHEAD = 0) scores come when they are asked for.
+template <int THREADS, int AHEAD>
+struct ScoreSteps {
+  static constexpr int kVectors = 4, kStep = THREADS * kVectors * 4;
+  static constexpr int kBytes = AHEAD * kStep * 4;
+
+  const float* scores;
+  int keys;
+  float4* ring;  // kBytes
+
+  static __device__ __forceinline__ int position(int first, int v) {
+    return first + (v * THREADS + static_cast<int>(threadIdx.x)) * 4;
+  }
+  __device__ __forceinline__ void start() const {
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) refill((i - AHEAD) * kStep);
+  }
+  // Of the step at `first`; NaN behind the row's keys.
+  __device__ __forceinline__ void load(int first, float4 (&four)[kVectors]) const {
+    if constexpr (AHEAD > 0) cp_async_wait<AHEAD - 1>();
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int at = position(first, v);
+      if (at + 4 <= keys) {
+        if constexpr (AHEAD > 0) four[v] = *place(first, v);
+        else four[v] = *reinterpret_cast<const float4*>(scores + at);
+      } else {
+        four[v].x = at < keys ? scores[at] : NAN;
+        four[v].y = at + 1 < keys ? scores[at + 1] : NAN;
+        four[v].z = at + 2 < keys ? scores[at + 2] : NAN;
+        four[v].w = NAN;
+      }
+    }
+  }
+  // Behind the last use of what load() brought: the step AHEAD of it.
+  __device__ __forceinline__ void refill(int first) const {
+    if constexpr (AHEAD > 0) {
+      first += AHEAD * kStep;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const int at = position(first, v);
+        if (at + 4 <= keys) cp_async_16(shared_address(place(first, v)), scores + at, true);
+      }
+      cp_async_commit();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ float4* place(int first, int v) const {
+    return ring + (first / kStep % AHEAD * kVectors + v) * THREADS + threadIdx.x;
+  }
+};
+
 // False if not: too few or too many scores reach the threshold, which depends on their distribution alone. A row has
-// topk < keys <= kFilteredKeys, the scratch kFilterBytes<THREADS> bytes.
-template <int THREADS>
+// topk < keys <= kFilteredKeys, the scratch kFilterBytes<THREADS> bytes, the ring ScoreSteps<THREADS, AHEAD>::kBytes.
+template <int THREADS, int AHEAD>
 __device__ bool select_by_filter(const float* scores, int keys, int topk, int32_t* indices,
-                                 SurvivorScratch<THREADS>& scratch) {
+                                 SurvivorScratch<THREADS>& scratch, float4* ring) {
+  using Steps = ScoreSteps<THREADS, AHEAD>;
   __shared__ int stored;
   const int words = ceil_div(keys, 32), pieces = ceil_div(keys, kPieceKeys);
   for (int w = threadIdx.x; w < words; w += THREADS) scratch.bitmap[w] = 0;
@@ -27,51 +87,34 @@ __device__ bool select_by_filter(const float* scores, int keys, int topk, int32_
   while (ceil_div(pieces, stride) * kPieceKeys > kFilterSample) stride *= 2;
   const int columns = sample_columns(stride, pieces, keys);
   uint32_t ranks[kFilterSample / THREADS];
-#pragma unroll
-  for (int v = 0; v < kFilterSample / THREADS / 4; ++v) {
+  load_ranks<kFilterSample / THREADS / 4>(scores, keys, ranks, [&](int v) {
     const int column = (v * THREADS + threadIdx.x) * 4;  // four in a piece
-    load_ranks(scores, column < columns ? sample_position(stride, pieces, column) : keys, keys, ranks + 4 * v);
-  }
+    return column < columns ? sample_position(stride, pieces, column) : keys;
+  });
+  const Steps steps{scores, keys, ring};
+  steps.start();
   // -inf for a cut at NaN: then too many reach it.
   const float threshold = score_of_rank(sampled_cut(ranks, columns, stride, topk, scratch.search).from);
 
-  constexpr int kVectors = 4, kStep = THREADS * kVectors * 4;  // elements of a thread, of all
-  const auto position = [](int first, int v) { return first + (v * THREADS + static_cast<int>(threadIdx.x)) * 4; };
-  const auto take = [&](int first, const float4(&four)[kVectors]) {
+  for (int first = 0; first < keys; first += Steps::kStep) {
+    float4 four[Steps::kVectors];
+    steps.load(first, four);
     uint32_t mine = 0;
     int in_warp, base = 0;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = 0; v < Steps::kVectors; ++v) {
       mine |= (four[v].x >= threshold ? 1u : 0u) << 4 * v | (four[v].y >= threshold ? 2u : 0u) << 4 * v |
               (four[v].z >= threshold ? 4u : 0u) << 4 * v | (four[v].w >= threshold ? 8u : 0u) << 4 * v;
     }
     asm volatile("" : "+r"(mine));  // or the compiler keeps every comparison in a register of its own
+    steps.refill(first);
     int at = lanes_before(__popc(mine), in_warp);
     if (threadIdx.x % 32 == 0 && in_warp > 0) base = atomicAdd(&stored, in_warp);
     at += __shfl_sync(~0u, base, 0);
     for (; mine != 0 && at < kMaxSurvivors; mine &= mine - 1, ++at) {
       const int bit = __ffs(mine) - 1;
-      scratch.positions[at] = position(first, bit / 4) + bit % 4;
+      scratch.positions[at] = Steps::position(first, bit / 4) + bit % 4;
     }
-  };
-  int first = 0;
-  for (; first + kStep <= keys; first += kStep) {
-    float4 four[kVectors];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) four[v] = *reinterpret_cast<const float4*>(scores + position(first, v));
-    take(first, four);
-  }
-  if (first < keys) {
-    float4 four[kVectors];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int at = position(first, v);
-      four[v].x = at < keys ? scores[at] : NAN;
-      four[v].y = at + 1 < keys ? scores[at + 1] : NAN;
-      four[v].z = at + 2 < keys ? scores[at + 2] : NAN;
-      four[v].w = at + 3 < keys ? scores[at + 3] : NAN;
-    }
-    take(first, four);
   }
   __syncthreads();
   const int survivors = stored;

@@ -22,6 +22,9 @@ struct Scratch : SelectScratch {
 
 using FilterScratch = SurvivorScratch<kSelectThreads>;
 constexpr int kScratchBytes = std::max<int>(sizeof(Scratch), kFilterBytes<kSelectThreads>);
+constexpr int kAhead = 4;  // steps of the filter: what fits the shared memory of compute capability 9.0
+template <int AHEAD>
+constexpr int kBytes = kScratchBytes + ScoreSteps<kSelectThreads, AHEAD>::kBytes;
 
 // The keys kept from earlier chunks, then the scores of this one: in position order.
 struct ChunkSource {
@@ -63,6 +66,7 @@ struct ListSource {
   }
 };
 
+template <int AHEAD>
 __device__ void select_row(const SelectTask& task, int slot, void* memory) {
   Scratch& scratch = *static_cast<Scratch*>(memory);
   const int64_t row = row_of(task.rows, slot), at = slot * task.op.topk;
@@ -76,8 +80,9 @@ __device__ void select_row(const SelectTask& task, int slot, void* memory) {
   if (keys <= first_key) return;
   const bool last = keys <= task.first_key + task.key_count;
   if (last && first_key == 0 && keys <= kFilteredKeys &&
-      select_by_filter(task.scores + slot * task.score_stride, keys, topk, indices,
-                       *static_cast<FilterScratch*>(memory)))
+      select_by_filter<kSelectThreads, AHEAD>(
+          task.scores + slot * task.score_stride, keys, topk, indices, *static_cast<FilterScratch*>(memory),
+          reinterpret_cast<float4*>(static_cast<char*>(memory) + kScratchBytes)))
     return;
   const int fresh = last ? keys - first_key : static_cast<int>(task.key_count), kept = first_key > 0 ? topk : 0;
   const ChunkSource source{task.before.ranks + at,
@@ -114,24 +119,36 @@ __device__ void select_row(const SelectTask& task, int slot, void* memory) {
           [&](int slot, int i, uint32_t rank) { write(slot, scratch.positions[i], rank); });
 }
 
-__global__ __launch_bounds__(kSelectThreads, 2) void selection_kernel(const __grid_constant__ SelectTask task) {
+template <int AHEAD>
+__global__ __launch_bounds__(kSelectThreads,
+                             AHEAD > 0 ? 1 : 2) void selection_kernel(const __grid_constant__ SelectTask task) {
   extern __shared__ __align__(16) char smem[];
   wait_for_earlier_kernels();
   const int rows = row_count_of(task.rows);
   for (int slot = blockIdx.x; slot < rows; slot += gridDim.x) {
-    select_row(task, slot, smem);
+    select_row<AHEAD>(task, slot, smem);
     __syncthreads();  // the next row's writes come after this row's reads
   }
+}
+
+template <int AHEAD>
+void launch(const SelectTask& task, int64_t blocks, int32_t device, cudaStream_t stream) {
+  allow_shared_bytes<selection_kernel<AHEAD>>(device, kBytes<AHEAD>);
+  launch_chained("indexer selection", selection_kernel<AHEAD>, {blocks, kSelectThreads, kBytes<AHEAD>}, device, stream,
+                 task);
 }
 
 }  // namespace
 
 void launch_selection(const SelectTask& task, int32_t device, cudaStream_t stream) {
   if (task.rows.count == 0) return;
-  allow_shared_bytes<selection_kernel>(device, kScratchBytes);
+  const DeviceArch& arch = device_arch(device);
+  const bool filtered = task.first_key == 0 && task.key_count >= task.op.in.capacity() && task.key_count <= kFilteredKeys;
+  // A row a multiprocessor: it has all the shared memory.
+  if (filtered && task.rows.count <= arch.multiprocessors && kBytes<kAhead> <= arch.shared_bytes)
+    return launch<kAhead>(task, task.rows.count, device, stream);
   constexpr int64_t kResident = 3;  // blocks a multiprocessor, by shared memory
-  const int64_t blocks = std::min(task.rows.count, kResident * device_arch(device).multiprocessors);
-  launch_chained("indexer selection", selection_kernel, {blocks, kSelectThreads, kScratchBytes}, device, stream, task);
+  launch<0>(task, std::min(task.rows.count, kResident * arch.multiprocessors), device, stream);
 }
 
 }  // namespace sparse_cp_ops

@@ -27,8 +27,7 @@ __global__ __launch_bounds__(THREADS, 1024 / THREADS) void threshold_kernel(cons
   const float* scores = task.sample + slot * task.sample_stride;
   constexpr int kElements = VECTORS * 4;
   uint32_t ranks[kElements];
-#pragma unroll
-  for (int v = 0; v < VECTORS; ++v) load_ranks(scores, (v * THREADS + threadIdx.x) * 4, columns, ranks + 4 * v);
+  load_ranks<VECTORS>(scores, columns, ranks, [](int v) { return (v * THREADS + threadIdx.x) * 4; });
   if (threadIdx.x == 0) scratch.stored = 0;
 
   const Found found = sampled_cut(ranks, columns, block.stride, static_cast<int>(task.op.topk), scratch.search);
