@@ -33,10 +33,13 @@ void launch_scores(const ScoreTask& task, void* plan, int32_t device, cudaStream
     fill_kernel<<<static_cast<unsigned>(task.rows.count), kFillThreads, 0, stream>>>(task);
     check_launch("indexer scores: columns without keys");
   }
-  const ScorePlan score_plan = ScorePlan::at(plan, task.rows.count);
   const int ctas = std::min(arch.multiprocessors, kMaxCtas);
-  launch_score_plan({task.in, task.rows, task.first_key, task.key_count, task.skip_keys, 0, ctas, score_plan}, device,
-                    stream);
+  ScorePlan score_plan{};
+  if (task.rows.count > kOwnPlanRows) {
+    score_plan = ScorePlan::at(plan, task.rows.count);
+    launch_score_plan({task.in, task.rows, task.first_key, task.key_count, task.skip_keys, 0, ctas, score_plan}, device,
+                      stream);
+  }
   launch_sm90_scores({task.in,
                       task.rows,
                       score_plan,

@@ -49,6 +49,13 @@ __device__ __forceinline__ bool shares_tiles(Sweep sweep, int rows) {
   return sweep != Sweep::kAll || rows > kGroupRows;
 }
 
+// Steps of a block of `pieces` pieces: a tile for all three warpgroups, or, if one warpgroup holds all rows, a tile for
+// each of them.
+__device__ __forceinline__ int steps_of(Sweep sweep, const ScoreBlock& block, int pieces) {
+  const int tiles = ceil_div(sweep_pieces(sweep, block.stride, pieces), kTileKeys / kPieceKeys);
+  return shares_tiles(sweep, block.rows) ? tiles : ceil_div(tiles, kBlockRows / kGroupRows);
+}
+
 // How many columns of a sample lie before the position `end`.
 __device__ __forceinline__ int sample_columns(int stride, int pieces, int end) {
   if (end <= 0) return 0;

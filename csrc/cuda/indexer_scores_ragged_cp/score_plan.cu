@@ -81,12 +81,7 @@ __global__ __launch_bounds__(kThreads) void plan_kernel(const __grid_constant__ 
   }
   __syncthreads();
 
-  // Steps: a tile for all three warpgroups, or, if one warpgroup holds all rows, a tile for each of them.
   const bool sampled = task.sample_keys > 0;
-  const auto steps_of = [](Sweep sweep, const ScoreBlock& block, int pieces) {
-    const int tiles = ceil_div(sweep_pieces(sweep, block.stride, pieces), kTileKeys / kPieceKeys);
-    return shares_tiles(sweep, block.rows) ? tiles : ceil_div(tiles, kBlockRows / kGroupRows);
-  };
   int steps[2] = {};
   for (int base = 0; base < blocks; base += kThreads) {
     const int b = base + threadIdx.x;

@@ -10,7 +10,7 @@
 //   where shared tiles follow others.
 #pragma once
 
-#include "pieces.cuh"
+#include "own_plan.cuh"
 #include "sm90_mma.cuh"
 #include "sm90_scores.h"
 
@@ -36,6 +36,7 @@ struct Shared {  // aligned to 1024 bytes for the swizzle
   uint8_t keys[kStages][kTileBytes];
   uint8_t queries[kConsumers][kGroupRows * HEADS * kIndexDim];
   Stage stages[kStages];
+  OwnPlan plan;
   uint64_t full[kStages], empty[kStages];
 };
 
@@ -47,19 +48,22 @@ struct Segment {
   bool shared_tiles;  // every warpgroup takes every tile
 };
 
-template <class Body>
-__device__ __forceinline__ void for_each_segment(const Sm90ScoreTask& task, const Body& body) {
+// OWN: the CTA may have a plan of its own.
+template <bool OWN, class Body>
+__device__ __forceinline__ void for_each_segment(const Sm90ScoreTask& task, const OwnPlan& own_plan, const Body& body) {
   const StepTable& steps = task.plan.steps(task.sweep);
-  const int blocks = *task.plan.block_count;
+  const auto own = [&] { return OWN && plans_itself(task); };
+  const auto first_step = [&](int b) { return own() ? own_plan.first_steps[b] : steps.first_steps[b]; };
+  const int blocks = own() ? own_plan.count : *task.plan.block_count;
   if (blocks == 0) return;
-  const int64_t total = steps.first_steps[blocks];
+  const int64_t total = first_step(blocks);
   int step = static_cast<int>(total * blockIdx.x / gridDim.x);
   const int end = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
   if (step == end) return;
-  for (int b = steps.cta_blocks[blockIdx.x]; step < end; ++b) {
-    const int first = steps.first_steps[b], last = min(end, steps.first_steps[b + 1]);
+  for (int b = own() ? own_plan.block_of(step) : steps.cta_blocks[blockIdx.x]; step < end; ++b) {
+    const int first = first_step(b), last = min(end, first_step(b + 1));
     if (last == first) continue;
-    Segment segment{task.plan.blocks[b], step - first, last - first, 0, true};
+    Segment segment{own() ? own_plan.blocks[b] : task.plan.blocks[b], step - first, last - first, 0, true};
     segment.pieces = ceil_div(segment.block.end - static_cast<int>(task.first_key), kPieceKeys);
     if (!shares_tiles(task.sweep, segment.block.rows)) {
       segment.shared_tiles = false;

@@ -83,14 +83,14 @@ __device__ __forceinline__ void copy_tile(const KeyPages& pages, const IndexerIn
 
 // Each producer warp copies every fourth tile; its pages are looked up a turn ahead, without which decode waits for the
 // block table.
-template <int HEADS>
+template <int HEADS, class Sink>
 __device__ __forceinline__ void produce(const KeyPages& pages, const Sm90ScoreTask& task, Shared<HEADS>& shared,
                                         int warp) {
   const IndexerInputs& in = task.in;
   const bool whole = task.sweep == Sweep::kAll && in.page_size >= kTileKeys;
   int ring_stage = warp, skipped = warp;  // of the segment's tiles, those before this warp's next one
   uint32_t parity = 1;                    // an empty ring: the wait for "the phase before" passes
-  for_each_segment(task, [&](const Segment& segment) {
+  for_each_segment<Sink::kStoresAll>(task, shared.plan, [&](const Segment& segment) {
     // Rows of pads have no keys, so a block that has steps has a real request.
     const int64_t request = in.req_ids[row_of(task.rows, segment.block.slot)];
     const int32_t* table = in.block_table + request * in.table_stride;
@@ -214,8 +214,8 @@ __device__ __forceinline__ void consume(const Sm90ScoreTask& task, Shared<HEADS>
   KeyRing<HEADS> ring{shared, in_tile};
 
   bool apart = false;  // the warpgroups last had tiles of their own
-  for_each_segment(task, [&](const Segment& segment) {
-    if constexpr (Sink::kTakesOwnTiles) {
+  for_each_segment<Sink::kStoresAll>(task, shared.plan, [&](const Segment& segment) {
+    if constexpr (Sink::kStoresAll) {
       if (apart && segment.shared_tiles) named_barrier(kMeeting, kConsumers * 128);
       apart = !segment.shared_tiles;
     }
@@ -235,7 +235,7 @@ __device__ __forceinline__ void consume(const Sm90ScoreTask& task, Shared<HEADS>
       return row >= 0 ? wanted_end(in, row, task.skip_keys, task.first_key + task.key_count) : 0;
     };
     const int heads = static_cast<int>(in.heads);
-    if constexpr (HEADS > kHalfHeads && Sink::kTakesOwnTiles) {
+    if constexpr (HEADS > kHalfHeads && Sink::kStoresAll) {
       if (!segment.shared_tiles && rows <= kPairRows) {
         const int row_in_pair = lane % kPairRows, half = lane / kPairRows % 2;
         const int64_t row = row_at(row_in_pair);
@@ -266,7 +266,7 @@ __device__ __forceinline__ void consume(const Sm90ScoreTask& task, Shared<HEADS>
       sink.put(tile, 0, weights.scaled(weights.sum(0)) * facts.scale0, facts.key);
       sink.put(tile, 1, weights.scaled(weights.sum(1)) * facts.scale1, facts.key + kLaneKeyDistance);
     };
-    if constexpr (Sink::kTakesOwnTiles) {
+    if constexpr (Sink::kStoresAll) {
       if (!segment.shared_tiles) {
         score_own_tiles(ring, queries, weights, group, segment.first, segment.last, put);
         return;
@@ -292,6 +292,12 @@ __global__ __launch_bounds__(kThreads, 1) void sm90_scores_kernel(const __grid_c
     fence_mbarrier_init();
   }
   __syncthreads();
+  if constexpr (Sink::kStoresAll) {
+    if (plans_itself(task)) {
+      wait_for_earlier_kernels();
+      make_own_plan(task, shared.plan, reinterpret_cast<int*>(shared.queries));
+    }
+  }
   if (threadIdx.x < kConsumers * 128) {
     raise_registers<kConsumerRegisters>();
     wait_for_earlier_kernels();
@@ -299,7 +305,7 @@ __global__ __launch_bounds__(kThreads, 1) void sm90_scores_kernel(const __grid_c
   } else {
     lower_registers<kProducerRegisters>();
     wait_for_earlier_kernels();
-    produce<HEADS>(pages, task, shared, uniform(threadIdx.x / 32) - kConsumers * 4);
+    produce<HEADS, Sink>(pages, task, shared, uniform(threadIdx.x / 32) - kConsumers * 4);
   }
 #endif
 }

@@ -24,10 +24,12 @@ struct SurvivorLists {
   static constexpr int64_t regions(int64_t slots, int64_t ctas) { return slots + kBlockRows * ctas; }
 };
 
+inline constexpr int kOwnPlanRows = 256;  // what fits beside the kernel's ring, a thread a row
+
 struct Sm90ScoreTask {
   IndexerInputs in;
   RowSet rows;
-  ScorePlan plan;
+  ScorePlan plan;  // without blocks: kOwnPlanRows rows at most, over all keys; each CTA makes its plan
   Sweep sweep;
   int64_t first_key, key_count, skip_keys;  // as in the plan's task
   float* scores;  // [slots, score_stride], column i: the i-th key of the sweep; nullptr: survivors are listed

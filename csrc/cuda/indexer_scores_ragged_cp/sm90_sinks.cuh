@@ -7,7 +7,7 @@ namespace sparse_cp_ops {
 
 // Stores every score at its place in the sweep.
 struct StoreSink {
-  static constexpr bool kTakesOwnTiles = true;
+  static constexpr bool kStoresAll = true;
   float* out;  // of this lane's row and first key
   int end;     // behind the row's last key; 0 without a row
 
@@ -22,7 +22,7 @@ struct StoreSink {
 // Appends the scores that reach the row's threshold to this lane's list. Predicated instructions instead of branches:
 // see KeyRing.
 struct ListSink {
-  static constexpr bool kTakesOwnTiles = false;  // a row's lists belong to one warpgroup
+  static constexpr bool kStoresAll = false;  // a row's lists belong to one warpgroup
   Survivor* entries;
   int* count_out;
   int count, last_place;  // a list that is full counts on, and its last place no longer matters
