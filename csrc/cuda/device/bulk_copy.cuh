@@ -17,6 +17,11 @@ __device__ __forceinline__ void mbarrier_expect_bytes(uint32_t barrier, uint32_t
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Brings a tensor map, a kernel parameter, to where copies look for it.
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // How long copied lines stay in the L2 cache: as usual, or until others need their place, for what is read once.
 __device__ __forceinline__ uint64_t usual_cache_policy() {
   uint64_t policy;

@@ -290,6 +290,8 @@ __global__ __launch_bounds__(kThreads, 1) void sm90_scores_kernel(const __grid_c
       mbarrier_init(shared_address(&shared.empty[s]), kConsumers * 4);  // one arrival a warp
     }
     fence_mbarrier_init();
+    prefetch_tensor_map(&pages.pieces);
+    prefetch_tensor_map(&pages.tiles);
   }
   __syncthreads();
   if constexpr (Sink::kStoresAll) {
