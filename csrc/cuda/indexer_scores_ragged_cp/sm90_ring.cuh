@@ -31,11 +31,19 @@ struct Stage {
   int positions[kPieces];  // first key of a piece
 };
 
+// Of a warpgroup's rows, a part for each lane of a quad, as the columns of a product (sm90_scores.cu); parts lie in
+// different banks.
+template <int HEADS>
+struct RowWeights {
+  alignas(16) float of[kGroupRows][HEADS + 4];
+};
+
 template <int HEADS>
 struct Shared {  // aligned to 1024 bytes for the swizzle
   uint8_t keys[kStages][kTileBytes];
   uint8_t queries[kConsumers][kGroupRows * HEADS * kIndexDim];
   Stage stages[kStages];
+  RowWeights<HEADS> weights[kConsumers];
   OwnPlan plan;
   uint64_t full[kStages], empty[kStages];
 };

@@ -112,19 +112,29 @@ __device__ __forceinline__ void produce(const KeyPages& pages, const Sm90ScoreTa
   });
 }
 
-// Queries of rows [slot0, slot0 + count) of the plan as a B operand for ROWS rows a product, in place of the old ones;
-// absent rows and heads are zeros. All loads are in flight before the warpgroup waits for its last products.
+// Queries of rows [slot0, slot0 + count) of the plan as a B operand for ROWS rows a product, and their weights, in place
+// of the old ones; absent rows and heads are zeros. All loads are in flight before the warpgroup waits for its last
+// products.
 template <int HEADS, int ROWS>
-__device__ __forceinline__ void replace_queries(const Sm90ScoreTask& task, uint8_t* queries, int slot0, int count,
-                                                int barrier) {
+__device__ __forceinline__ void replace_queries(const Sm90ScoreTask& task, uint8_t* queries, RowWeights<HEADS>& weights,
+                                                int slot0, int count, int barrier) {
   const IndexerInputs& in = task.in;
   constexpr int kChunks = kIndexDim / 16, kBatch = HEADS * kChunks / 128, kLaneHeads = HEADS * ROWS / kGroupRows;
+  constexpr int kWeights = HEADS * ROWS / 128;  // a thread
+  const int thread = threadIdx.x % 128;
   uint4 bytes[ROWS][kBatch];
+  float values[kWeights];
+#pragma unroll
+  for (int i = 0; i < kWeights; ++i) {
+    const int at = thread + i * 128, r = at / HEADS, head = at % HEADS;
+    values[i] = 0.0f;
+    if (r < count && head < in.heads) values[i] = __ldg(in.q_weights + row_of(task.rows, slot0 + r) * in.heads + head);
+  }
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int at = threadIdx.x % 128 + i * 128, head = at / kChunks;
+      const int at = thread + i * 128, head = at / kChunks;
       bytes[r][i] = make_uint4(0, 0, 0, 0);
       if (r < count && head < in.heads)
         bytes[r][i] = __ldg(
@@ -137,10 +147,15 @@ __device__ __forceinline__ void replace_queries(const Sm90ScoreTask& task, uint8
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int at = threadIdx.x % 128 + i * 128, head = at / kChunks;
+      const int at = thread + i * 128, head = at / kChunks;
       const int c = r + head / kLaneHeads * ROWS, h = head % kLaneHeads, n = h / 2 * 8 + c * 2 + h % 2;
       *reinterpret_cast<uint4*>(queries + n * kIndexDim + ((at % kChunks ^ (n & 7)) << 4)) = bytes[r][i];
     }
+  }
+#pragma unroll
+  for (int i = 0; i < kWeights; ++i) {
+    const int at = thread + i * 128, r = at / HEADS, head = at % HEADS;
+    weights.of[r + head / kLaneHeads * ROWS][head % kLaneHeads] = values[i];
   }
   fence_async_proxy();
   named_barrier(barrier, 128);
@@ -230,19 +245,17 @@ __device__ __forceinline__ void consume(const Sm90ScoreTask& task, Shared<HEADS>
       return;
     }
     const auto row_at = [&](int r) { return r < rows ? row_of(task.rows, slot0 + r) : -1; };
-    const auto weights_of = [&](int64_t row) { return row >= 0 ? in.q_weights + row * in.heads : nullptr; };
     const auto end_of = [&](int64_t row) {
       return row >= 0 ? wanted_end(in, row, task.skip_keys, task.first_key + task.key_count) : 0;
     };
-    const int heads = static_cast<int>(in.heads);
     if constexpr (HEADS > kHalfHeads && Sink::kStoresAll) {
       if (!segment.shared_tiles && rows <= kPairRows) {
         const int row_in_pair = lane % kPairRows, half = lane / kPairRows % 2;
         const int64_t row = row_at(row_in_pair);
-        typename Weights::Half weights;
-        weights.load(weights_of(row), heads, half * kHalfHeads);
         Sink sink(task, slot0 + row_in_pair, in_tile, end_of(row));
-        replace_queries<HEADS, kPairRows>(task, shared.queries[group], slot0, rows, 1 + group);
+        replace_queries<HEADS, kPairRows>(task, shared.queries[group], shared.weights[group], slot0, rows, 1 + group);
+        typename Weights::Half weights;
+        weights.template load<kPairRows>(shared.weights[group].of[lane % kGroupRows]);
         score_own_tiles(
             ring, queries, weights, group, segment.first, segment.last, [&](int tile, const TileFacts& facts) {
               float sums[2];
@@ -257,11 +270,11 @@ __device__ __forceinline__ void consume(const Sm90ScoreTask& task, Shared<HEADS>
         return;
       }
     }
-    const int64_t row = row_at(lane % kGroupRows);
+    const int end = end_of(row_at(lane % kGroupRows));
+    replace_queries<HEADS, kGroupRows>(task, shared.queries[group], shared.weights[group], slot0, rows, 1 + group);
     Weights weights;
-    weights.load(weights_of(row), heads, 0);
-    Sink sink(task, slot0 + lane % kGroupRows, in_tile, end_of(row));
-    replace_queries<HEADS, kGroupRows>(task, shared.queries[group], slot0, rows, 1 + group);
+    weights.template load<kGroupRows>(shared.weights[group].of[lane % kGroupRows]);
+    Sink sink(task, slot0 + lane % kGroupRows, in_tile, end);
     const auto put = [&](int tile, const TileFacts& facts) {
       sink.put(tile, 0, weights.scaled(weights.sum(0)) * facts.scale0, facts.key);
       sink.put(tile, 1, weights.scaled(weights.sum(1)) * facts.scale1, facts.key + kLaneKeyDistance);

@@ -24,7 +24,7 @@ struct SurvivorLists {
   static constexpr int64_t regions(int64_t slots, int64_t ctas) { return slots + kBlockRows * ctas; }
 };
 
-inline constexpr int kOwnPlanRows = 256;  // what fits beside the kernel's ring, a thread a row
+inline constexpr int kOwnPlanRows = 128;  // what fits beside the kernel's ring, a thread a row
 
 struct Sm90ScoreTask {
   IndexerInputs in;

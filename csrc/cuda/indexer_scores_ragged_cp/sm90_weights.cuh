@@ -6,7 +6,6 @@
 
 #include <cuda_fp16.h>
 
-#include "../../ops/indexer_inputs.h"
 #include "sm90_mma.cuh"
 
 namespace sparse_cp_ops {
@@ -22,10 +21,14 @@ struct WeightsF32 {
   float w[HEADS];
   float sums[kProducts][2];
 
-  // Heads [first, first + HEADS) of a row's `heads` weights; zeros where there is none (no row: nullptr).
-  __device__ __forceinline__ void load(const float* weights, int heads, int first) {
+  // This lane's part of its row, in shared memory, 16-byte aligned; a product has ROWS rows, four or two.
+  template <int ROWS>
+  __device__ __forceinline__ void load(const float* weights) {
 #pragma unroll
-    for (int h = 0; h < HEADS; ++h) w[h] = weights != nullptr && first + h < heads ? __ldg(weights + first + h) : 0.0f;
+    for (int h = 0; h < HEADS; h += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(weights + h);
+      w[h] = four.x, w[h + 1] = four.y, w[h + 2] = four.z, w[h + 3] = four.w;
+    }
   }
   template <int PRODUCT>
   static __device__ __forceinline__ void multiply(uint64_t keys, uint64_t queries) {
@@ -61,22 +64,26 @@ struct WeightsF16 {
   float power;
   float sums[kHalves][2][2];  // half of the heads, key, heads of even or odd number
 
-  __device__ __forceinline__ void load(const float* weights, int heads, int first) {
-    float peak = 0.0f;  // of all the row's heads, whatever part of them is loaded
-#pragma unroll 16
-    for (int h = 0; h < kMaxIndexHeads; ++h) {
-      const float size = weights != nullptr && h < heads ? fabsf(__ldg(weights + h)) : 0.0f;
-      peak = fmaxf(peak, size < INFINITY ? size : 0.0f);
-    }
+  template <int ROWS>
+  __device__ __forceinline__ void load(const float* weights) {
+    float peak = 0.0f;
+    const auto for_each_four = [&](const auto& body) {
+#pragma unroll
+      for (int h = 0; h < HEADS; h += 4) body(h, *reinterpret_cast<const float4*>(weights + h));
+    };
+    const auto size = [](float weight) { return fabsf(weight) < INFINITY ? fabsf(weight) : 0.0f; };
+    for_each_four([&](int, const float4& four) {
+      peak = fmaxf(fmaxf(peak, fmaxf(size(four.x), size(four.y))), fmaxf(size(four.z), size(four.w)));
+    });
+    // Of all the row's heads: with two rows a product another lane has the other half.
+    if constexpr (ROWS < 4) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, ROWS));
     const int exponent = max(-126, min(127, ilogbf(fmaxf(peak, 1e-30f)) + 4));  // peak < 2^(exponent - 3)
     power = ldexpf(1.0f, exponent);
     const float inverse = ldexpf(1.0f, -exponent);
-#pragma unroll
-    for (int i = 0; i < HEADS / 2; ++i) {
-      const bool real = weights != nullptr && first + 2 * i < heads;
-      w[i] = __floats2half2_rn(real ? __ldg(weights + first + 2 * i) * inverse : 0.0f,
-                               real ? __ldg(weights + first + 2 * i + 1) * inverse : 0.0f);
-    }
+    for_each_four([&](int h, const float4& four) {
+      w[h / 2] = __floats2half2_rn(four.x * inverse, four.y * inverse);
+      w[h / 2 + 1] = __floats2half2_rn(four.z * inverse, four.w * inverse);
+    });
   }
   template <int PRODUCT>
   static __device__ __forceinline__ void multiply(uint64_t keys, uint64_t queries) {

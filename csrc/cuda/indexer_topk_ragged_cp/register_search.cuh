@@ -25,10 +25,11 @@ struct SearchScratch {
   static constexpr int kWarps = THREADS / 32;
   int counts[2][kWarps];
   int block_counts[4][BLOCKS];  // two turns of the search, two of whoever uses its result
+  uint32_t aims[2];
   Statistics warps[kWarps], blocks[BLOCKS];
   uint32_t undecided[kFewUndecided];  // of the first block
   int undecided_count;
-  uint32_t middle, from;
+  uint32_t from;
   int count, above;
 };
 
@@ -69,6 +70,24 @@ __device__ __forceinline__ int sum_of_threads(int mine, SearchScratch<THREADS, B
   int before;
   return sum_of_blocks(__reduce_add_sync(~0u, lane < THREADS / 32 ? scratch.counts[turn][lane] : 0), scratch, turn,
                        before);
+}
+
+// The same for two counts of at most 32 each, the second one times 2^16.
+template <int THREADS, int BLOCKS>
+__device__ __forceinline__ int2 sums_of_threads(uint32_t mine, SearchScratch<THREADS, BLOCKS>& scratch, int turn) {
+  static_assert(THREADS * 32 < 1 << 16);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  mine = __reduce_add_sync(~0u, mine);
+  if (lane == 0) scratch.counts[turn][warp] = mine;
+  __syncthreads();
+  mine = __reduce_add_sync(~0u, lane < THREADS / 32 ? scratch.counts[turn][lane] : 0);
+  if constexpr (BLOCKS > 1) {
+    if (threadIdx.x < BLOCKS) *shared_of_rank(&scratch.block_counts[turn][cluster_rank()], threadIdx.x) = mine;
+    cluster_barrier();
+    mine = lane < BLOCKS ? scratch.block_counts[turn][lane] : 0;
+    return make_int2(__reduce_add_sync(~0u, mine & 0xFFFF), __reduce_add_sync(~0u, mine >> 16));
+  }
+  return make_int2(mine & 0xFFFF, mine >> 16);
 }
 
 __device__ __forceinline__ Statistics reduce_warp(Statistics s) {
@@ -125,14 +144,23 @@ __device__ __forceinline__ uint32_t rank_between(uint32_t low, uint32_t high, fl
   return min(max(rank_of_score(score), low + 1), high - 1);
 }
 
+// The score that a normal distribution reaches with probability p, in deviations; an error of less than 0.001
+// (Abramowitz and Stegun, 26.2.23), which costs no step of the search.
+__device__ __forceinline__ float normal_quantile(float p) {
+  const float tail = fminf(p, 1.0f - p), t = sqrtf(-2.0f * __logf(tail));
+  const float over = fmaf(fmaf(0.010328f, t, 0.802853f), t, 2.515517f);
+  const float under = fmaf(fmaf(fmaf(0.001308f, t, 0.189269f), t, 1.432788f), t, 1.0f);
+  const float distance = t - __fdividef(over, under);
+  return p < 0.5f ? distance : -distance;
+}
+
 // Largest cut with at least `least` and, ties aside, at most `most` elements of the group on or above it. `size`
-// elements are there (at least `least`), the other registers hold kNoRank. A step is one count over the group.
+// elements are there (at least `least`), the other registers hold kNoRank. A step counts over the group at two ranks,
+// one aimed at somewhat more elements than wanted, one at fewer: if both hit, what lies between is settled or compared.
 //
-// The first step aims where a normal distribution of the same mean and deviation has its quantile, the next ones where
-// interpolated log odds put it: in simulations 2.5 to 5 steps for normal scores, sums of weighted relus and survivors
-// (bounds and straight interpolation alone: 6, and 22 for the 2048 best of 65,536). An exact search (least == most)
-// aims so far towards the farther bound that few are left between the bounds if it hits. Every fourth step bisects
-// ranks, so that no distribution needs more than 4 * 32 steps.
+// The first step aims where a normal distribution of the same mean and deviation has its quantiles, the next ones where
+// interpolated log odds put them: in simulations 2 steps for normal scores and sums of weighted relus, 3 for survivors
+// (with one rank a step 2.6 and 6). Every fourth step bisects ranks, so that no distribution needs more than 4 * 32.
 template <int THREADS, int BLOCKS, int N>
 __device__ Found search(const uint32_t (&ranks)[N], int size, int least, int most,
                         SearchScratch<THREADS, BLOCKS>& scratch) {
@@ -143,33 +171,36 @@ __device__ Found search(const uint32_t (&ranks)[N], int size, int least, int mos
   int from_low = size, from_high = 0;  // elements of at least that rank
 
   for (int step = 0; from_low > most && high - low > 1 && from_low - from_high > kFewUndecided; ++step) {
-    // By one warp: to aim is as much work as to count.
+    // By two lanes: to aim is as much work as to count.
     if (threadIdx.x < 32) {
-      float wanted = 0.5f * (least + most);
-      if (least == most) {
-        wanted += from_low - wanted > wanted - from_high ? 0.5f * kFewUndecided : -0.5f * kFewUndecided;
-        wanted = fminf(fmaxf(wanted, from_high + 0.5f), from_low - 0.5f);
-      }
+      const float middle = 0.5f * (least + most);
+      float off = fmaxf(0.375f * kFewUndecided, 0.75f * (most - least));
+      if (step == 0) off = fmaxf(off, 0.1f * middle);  // how far the quantile may be off
+      const float wanted =
+          fminf(fmaxf(threadIdx.x == 0 ? middle + off : middle - off, from_high + 0.5f), from_low - 0.5f);
       float aim = NAN;
       if (step == 0) {
         const float mean = statistics.sum / statistics.sampled;
         const float variance = fmaxf(statistics.squares / statistics.sampled - mean * mean, 0.0f);
-        aim = mean + sqrtf(variance) * normcdfinvf(1.0f - wanted / size);
+        aim = mean + sqrtf(variance) * normal_quantile(wanted / size);
       } else if (step % 4 != 3) {
         const float low_score = score_of_rank(low), high_score = score_of_rank(high - 1);
         const float low_odds = log_odds(from_low, size), high_odds = log_odds(from_high, size);
-        aim = low_score + (high_score - low_score) * ((log_odds(wanted, size) - low_odds) / (high_odds - low_odds));
+        aim = low_score +
+              (high_score - low_score) * __fdividef(log_odds(wanted, size) - low_odds, high_odds - low_odds);
       }
-      if (threadIdx.x == 0) scratch.middle = rank_between(low, high, aim);
+      if (threadIdx.x < 2) scratch.aims[threadIdx.x] = rank_between(low, high, aim);
     }
     __syncthreads();
-    const uint32_t middle = scratch.middle;
-    int count = 0;
+    const uint32_t below = scratch.aims[0], above = max(below, scratch.aims[1]);
+    uint32_t mine = 0;
 #pragma unroll
-    for (int i = 0; i < N; ++i) count += ranks[i] >= middle;
-    count = sum_of_threads(count, scratch, step & 1);
-    if (count >= least) low = middle, from_low = count;
-    else high = middle, from_high = count;
+    for (int i = 0; i < N; ++i) mine += (ranks[i] >= below ? 1u : 0u) + (ranks[i] >= above ? 1u << 16 : 0u);
+    const int2 counts = sums_of_threads(mine, scratch, step & 1);
+    if (counts.y >= least) low = above, from_low = counts.y;
+    else high = above, from_high = counts.y;
+    if (counts.y < least && counts.x >= least) low = below, from_low = counts.x;
+    else if (counts.y < least) high = below, from_high = counts.x;
   }
   if (from_low <= most || high - low <= 1) return {low, from_low, from_high};
 

@@ -96,24 +96,38 @@ __device__ bool select_by_filter(const float* scores, int keys, int topk, int32_
   // -inf for a cut at NaN: then too many reach it.
   const float threshold = score_of_rank(sampled_cut(ranks, columns, stride, topk, scratch.search).from);
 
-  for (int first = 0; first < keys; first += Steps::kStep) {
-    float4 four[Steps::kVectors];
-    steps.load(first, four);
-    uint32_t mine = 0;
-    int in_warp, base = 0;
+  static_assert(Steps::kVectors == 4, "two steps a word");
+  constexpr int kWords = 4, kRound = kWords * 32 / (4 * Steps::kVectors);  // steps whose survivors take one scan
+  for (int start = 0; start < keys; start += kRound * Steps::kStep) {
+    uint32_t mine[kWords] = {};
+    for (int s = 0; s < kRound && start + s * Steps::kStep < keys; ++s) {
+      const int first = start + s * Steps::kStep;
+      float4 four[Steps::kVectors];
+      steps.load(first, four);
+      uint32_t bits = 0;
 #pragma unroll
-    for (int v = 0; v < Steps::kVectors; ++v) {
-      mine |= (four[v].x >= threshold ? 1u : 0u) << 4 * v | (four[v].y >= threshold ? 2u : 0u) << 4 * v |
-              (four[v].z >= threshold ? 4u : 0u) << 4 * v | (four[v].w >= threshold ? 8u : 0u) << 4 * v;
+      for (int v = 0; v < Steps::kVectors; ++v) {
+        bits |= (four[v].x >= threshold ? 1u : 0u) << 4 * v | (four[v].y >= threshold ? 2u : 0u) << 4 * v |
+                (four[v].z >= threshold ? 4u : 0u) << 4 * v | (four[v].w >= threshold ? 8u : 0u) << 4 * v;
+      }
+      asm volatile("" : "+r"(bits));  // or the compiler keeps every comparison in a register of its own
+      steps.refill(first);
+      bits <<= s % 2 * 16;
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) mine[w] |= s / 2 == w ? bits : 0;
     }
-    asm volatile("" : "+r"(mine));  // or the compiler keeps every comparison in a register of its own
-    steps.refill(first);
-    int at = lanes_before(__popc(mine), in_warp);
+    int found = 0, in_warp, base = 0;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) found += __popc(mine[w]);
+    int at = lanes_before(found, in_warp);
     if (threadIdx.x % 32 == 0 && in_warp > 0) base = atomicAdd(&stored, in_warp);
     at += __shfl_sync(~0u, base, 0);
-    for (; mine != 0 && at < kMaxSurvivors; mine &= mine - 1, ++at) {
-      const int bit = __ffs(mine) - 1;
-      scratch.positions[at] = Steps::position(first, bit / 4) + bit % 4;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      for (uint32_t bits = mine[w]; bits != 0 && at < kMaxSurvivors; bits &= bits - 1, ++at) {
+        const int bit = __ffs(bits) - 1, first = start + (2 * w + bit / 16) * Steps::kStep;
+        scratch.positions[at] = Steps::position(first, bit / 4 % 4) + bit % 4;
+      }
     }
   }
   __syncthreads();
