@@ -254,6 +254,26 @@ def test_many_blocks_of_few_keys(heads: int, precision: str) -> None:
         assert same_bits(actual, expected)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [1, 31, 32, 33, 127, 128, 129])
+@pytest.mark.parametrize("precision", ["fp32", "f16"])
+def test_plans_of_few_rows(rows: int, precision: str) -> None:
+    """Runs of a request of all lengths, pads among them: the same scores as row by row."""
+    requests = 5
+    case = random_case([(r % requests, 97 * r % 1400) for r in range(40)], 64).encoded_for_f16().to("cuda")
+    alone = [ops.indexer_scores_ragged_cp(*case.rows([r]).tensors, 1400, precision) for r in range(40)]
+    for _ in range(6):
+        sizes = torch.tensor([1, 1, 2, 3, 4, 5, 12, 13, 25, 40])[torch.randint(10, (rows,))]
+        request = torch.randint(requests, (rows,)).repeat_interleave(sizes)[:rows]
+        index = request + requests * torch.randint(40 // requests, request.shape)
+        part = case.rows(index.cuda())
+        pads = (torch.rand(rows) < 0.1).cuda()
+        part = replace(part, req_ids=part.req_ids.masked_fill(pads, -1))
+        expected = torch.cat([alone[r] for r in index.tolist()])
+        expected[pads] = -torch.inf
+        assert same_bits(ops.indexer_scores_ragged_cp(*part.tensors, 1400, precision), expected)
+
+
 def test_views_are_read_in_place(device: str) -> None:
     case = random_case(ROWS, page_size=16).to(device)
     layers = torch.full((case.indexer_cache.shape[0], 3, 16 * 132), 0x7F, dtype=torch.uint8, device=device)

@@ -75,6 +75,17 @@ def test_many_long_rows_of_prescribed_scores(pattern: str) -> None:
         assert torch.equal(selected, reference.select_topk(scores.cuda().expand(len(lengths), -1), lengths, 2048).cpu())
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [65, 128, 129, 140])
+def test_long_rows_of_every_path(rows: int) -> None:
+    """More rows than a CTA plans for itself, and more than multiprocessors, which fill their memory with scores."""
+    longest = 70_000
+    lengths = [2048, 8192, 65_536, 65_537, *(longest - 1013 * r % (longest - 9000) for r in range(rows - 4))]
+    for scores in (torch.randn(longest), torch.randint(0, 3, (longest,)).float()):
+        selected = topk_of(case_with_scores(scores, 64, lengths), 2048, "cuda")
+        assert torch.equal(selected, reference.select_topk(scores.cuda().expand(rows, -1), lengths, 2048).cpu())
+
+
 @pytest.mark.parametrize("pattern", ["two levels", "increasing", "normal"])
 def test_a_million_keys(device: str, pattern: str) -> None:
     lengths = [2**20, 2**20 - 33]
