@@ -112,9 +112,9 @@ __device__ __forceinline__ void produce(const KeyPages& pages, const Sm90ScoreTa
   });
 }
 
-// Queries of rows [slot0, slot0 + count) of the plan as a B operand for ROWS rows a product, and their weights, in place
-// of the old ones; absent rows and heads are zeros. All loads are in flight before the warpgroup waits for its last
-// products.
+// Queries of rows [slot0, slot0 + count) of the plan as a B operand for ROWS rows a product, and their weights, in
+// place of the old ones; absent rows and heads are zeros. All loads are in flight before the warpgroup waits for its
+// last products.
 template <int HEADS, int ROWS>
 __device__ __forceinline__ void replace_queries(const Sm90ScoreTask& task, uint8_t* queries, RowWeights<HEADS>& weights,
                                                 int slot0, int count, int barrier) {

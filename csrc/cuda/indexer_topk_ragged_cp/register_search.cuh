@@ -186,8 +186,8 @@ __device__ Found search(const uint32_t (&ranks)[N], int size, int least, int mos
       } else if (step % 4 != 3) {
         const float low_score = score_of_rank(low), high_score = score_of_rank(high - 1);
         const float low_odds = log_odds(from_low, size), high_odds = log_odds(from_high, size);
-        aim = low_score +
-              (high_score - low_score) * __fdividef(log_odds(wanted, size) - low_odds, high_odds - low_odds);
+        aim =
+            low_score + (high_score - low_score) * __fdividef(log_odds(wanted, size) - low_odds, high_odds - low_odds);
       }
       if (threadIdx.x < 2) scratch.aims[threadIdx.x] = rank_between(low, high, aim);
     }

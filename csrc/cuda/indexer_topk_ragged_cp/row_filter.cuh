@@ -3,9 +3,8 @@
 #pragma once
 
 #include "../device/cp_async.cuh"
-#include "../device/shared_access.cuh"
-#include "../device/cp_async.cuh"
 #include "../device/mma_sync.cuh"
+#include "../device/shared_access.cuh"
 #include "best_survivors.cuh"
 #include "sampled_cut.cuh"
 
@@ -17,9 +16,9 @@ inline constexpr int kFilterSample = 4096;
 template <int THREADS>
 inline constexpr int kFilterBytes = sizeof(SurvivorScratch<THREADS>) + 2 * kFilteredKeys / 8;
 
-// A row's scores in order, a step at a time: each thread has kVectors times four of a step. AHEAD steps are on their way
-// to shared memory while the row's sample is searched and while steps before them are looked at; a thread reads what it
-// copied itself. Without room for that (AHEAD = 0) scores come when they are asked for.
+// A row's scores in order, a step at a time: each thread has kVectors times four of a step. AHEAD steps are on their
+// way to shared memory while the row's sample is searched and while steps before them are looked at; a thread reads
+// what it copied itself. Without room for that (AHEAD = 0) scores come when they are asked for.
 template <int THREADS, int AHEAD>
 struct ScoreSteps {
   static constexpr int kVectors = 4, kStep = THREADS * kVectors * 4;

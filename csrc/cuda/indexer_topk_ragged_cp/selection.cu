@@ -80,9 +80,9 @@ __device__ void select_row(const SelectTask& task, int slot, void* memory) {
   if (keys <= first_key) return;
   const bool last = keys <= task.first_key + task.key_count;
   if (last && first_key == 0 && keys <= kFilteredKeys &&
-      select_by_filter<kSelectThreads, AHEAD>(
-          task.scores + slot * task.score_stride, keys, topk, indices, *static_cast<FilterScratch*>(memory),
-          reinterpret_cast<float4*>(static_cast<char*>(memory) + kScratchBytes)))
+      select_by_filter<kSelectThreads, AHEAD>(task.scores + slot * task.score_stride, keys, topk, indices,
+                                              *static_cast<FilterScratch*>(memory),
+                                              reinterpret_cast<float4*>(static_cast<char*>(memory) + kScratchBytes)))
     return;
   const int fresh = last ? keys - first_key : static_cast<int>(task.key_count), kept = first_key > 0 ? topk : 0;
   const ChunkSource source{task.before.ranks + at,
@@ -143,7 +143,8 @@ void launch(const SelectTask& task, int64_t blocks, int32_t device, cudaStream_t
 void launch_selection(const SelectTask& task, int32_t device, cudaStream_t stream) {
   if (task.rows.count == 0) return;
   const DeviceArch& arch = device_arch(device);
-  const bool filtered = task.first_key == 0 && task.key_count >= task.op.in.capacity() && task.key_count <= kFilteredKeys;
+  const bool filtered =
+      task.first_key == 0 && task.key_count >= task.op.in.capacity() && task.key_count <= kFilteredKeys;
   // A row a multiprocessor: it has all the shared memory.
   if (filtered && task.rows.count <= arch.multiprocessors && kBytes<kAhead> <= arch.shared_bytes)
     return launch<kAhead>(task, task.rows.count, device, stream);
