@@ -4,7 +4,6 @@
 
 #include "../device/cp_async.cuh"
 #include "../device/mma_sync.cuh"
-#include "../device/shared_access.cuh"
 #include "best_survivors.cuh"
 #include "sampled_cut.cuh"
 
