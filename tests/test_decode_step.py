@@ -23,14 +23,13 @@ def inputs(device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[list[Any],
         return (torch.randn(*shape, device=device) * shape[-1] ** -0.5).to(dtype)
 
     hidden, w_index = random(10, 64), random(8, 64).float()
-    query_latent, w_q, w_index_q = random(10, 32), random(HEADS * 192, 32), random(8 * 128, 32)
+    query_latent, w_q = random(10, 32), random(HEADS * 192, 32)
     w_kc, w_vc = random(HEADS, 512, 128).mT, random(HEADS, 40, 512)
     queries = nn.functional.linear(query_latent, w_q).view(10, HEADS, 192)
     given |= {"q": absorb(queries, w_kc, PADDED), "queries": queries.bfloat16()}
-    given["index_q"] = nn.functional.linear(query_latent, w_index_q).view(10, 8, 128).bfloat16()
     given["index_weights"] = linear_fp32(hidden, w_index)
-    weights = (w_q, w_kc, w_vc, w_index_q, w_index)
-    others = [given[name] for name in NAMES[2:] if name not in ("index_q", "index_weights")]
+    weights = (w_q, w_kc, w_vc, w_index)
+    others = [given[name] for name in NAMES[2:] if name != "index_weights"]
     return [hidden, query_latent, *weights, PADDED, *others], given, w_vc
 
 
@@ -85,7 +84,7 @@ def test_the_op_says_what_it_does(device: str) -> None:
 
 
 @pytest.mark.cuda
-def test_a_graph_of_three_streams() -> None:
+def test_a_graph_runs_query_heads_beside_the_indexer() -> None:
     values, given, w_vc = inputs("cuda")
     values = own_caches(values)
     before = own_caches(values)[CACHES]

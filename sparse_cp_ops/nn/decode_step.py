@@ -47,16 +47,16 @@ def is_plain(linear: nn.Module) -> bool:
     )
 
 
-# Under torch.compile one op, so that a CUDA graph of compiled code runs query heads, head weights and the indexer side
-# by side, too: torch puts all that it traces on one stream.
+# Under torch.compile one op, so that a CUDA graph of compiled code runs the query heads beside the indexer, too: torch
+# puts all that it traces on one stream.
 _library = torch.library.Library("sparse_cp_ops_nn", "FRAGMENT")
 _library.define(
-    "decode_step(Tensor hidden, Tensor query_latent, Tensor w_q, Tensor w_kc, Tensor w_vc, Tensor w_index_q, "
-    "Tensor w_index, int heads, Tensor compressed_kv, Tensor k_pe, Tensor index_k, Tensor positions, "
-    "Tensor cos_sin_cache, Tensor req_ids, Tensor kv_lens, Tensor block_table, Tensor(a!) mla_cache, "
-    "Tensor(b!) indexer_cache, bool index_interleaved, float index_weight_scale, float index_q_absmax, "
-    "str scale_format, int topk, int workspace_bytes, str index_precision, float softmax_scale, str precision, "
-    "bool batch_invariant) -> (Tensor values, Tensor indices)"
+    "decode_step(Tensor hidden, Tensor query_latent, Tensor w_q, Tensor w_kc, Tensor w_vc, Tensor w_index, int heads, "
+    "Tensor compressed_kv, Tensor k_pe, Tensor index_q, Tensor index_k, Tensor positions, Tensor cos_sin_cache, "
+    "Tensor req_ids, Tensor kv_lens, Tensor block_table, Tensor(a!) mla_cache, Tensor(b!) indexer_cache, "
+    "bool index_interleaved, float index_weight_scale, float index_q_absmax, str scale_format, int topk, "
+    "int workspace_bytes, str index_precision, float softmax_scale, str precision, bool batch_invariant) "
+    "-> (Tensor values, Tensor indices)"
 )
 
 
@@ -66,26 +66,22 @@ def _kernel(
     w_q: Tensor,
     w_kc: Tensor,
     w_vc: Tensor,
-    w_index_q: Tensor,
     w_index: Tensor,
     heads: int,
     compressed_kv: Tensor,
     k_pe: Tensor,
+    index_q: Tensor,
     index_k: Tensor,
     *arguments: Any,
 ) -> tuple[Tensor, Tensor]:
     # Below autograd, as an eager layer: the ops' autograd kernels are Python.
     with torch._C._AutoDispatchBelowAutograd():
+        rows = (compressed_kv, k_pe, index_q, index_k, linear_fp32(hidden, w_index))
         if runs_side_streams(hidden, is_prefill=False):
-            weights = (w_q, w_kc, w_index_q, w_index)
-            out, indices = _side_by_side(
-                hidden, query_latent, *weights, heads, compressed_kv, k_pe, index_k, *arguments
-            )
+            out, indices = _side_by_side(query_latent, w_q, w_kc, heads, *rows, *arguments)
         else:
-            queries = _heads_of(query_latent, w_q, w_kc.shape[0])
+            queries = _queries(query_latent, w_q, w_kc)
             q = absorb(queries, w_kc, heads)
-            index_q = _heads_of(query_latent, w_index_q, w_index.shape[0])
-            rows = (compressed_kv, k_pe, as_dtype(index_q, torch.bfloat16), index_k, linear_fp32(hidden, w_index))
             out, indices = direct.attend_new_rows(q, as_dtype(queries, torch.bfloat16), *rows, *arguments)
         return project_values(out, w_vc), indices
 
@@ -107,22 +103,21 @@ def project_values(attended: Tensor, w_vc: Tensor) -> Tensor:
     return values.view(rows, count * width)
 
 
-def _heads_of(x: Tensor, weight: Tensor, heads: int) -> Tensor:
-    """``x @ weight.T``, [rows, heads, values]."""
-    return F.linear(x, weight).view(x.shape[0], heads, weight.shape[0] // heads)
+def _queries(query_latent: Tensor, w_q: Tensor, w_kc: Tensor) -> Tensor:
+    rows, heads = query_latent.shape[0], w_kc.shape[0]
+    return F.linear(query_latent, w_q).view(rows, heads, w_q.shape[0] // heads)
 
 
 def _side_by_side(
-    hidden: Tensor,
     query_latent: Tensor,
     w_q: Tensor,
     w_kc: Tensor,
-    w_index_q: Tensor,
-    w_index: Tensor,
     heads: int,
     compressed_kv: Tensor,
     k_pe: Tensor,
+    index_q: Tensor,
     index_k: Tensor,
+    index_weights: Tensor,
     positions: Tensor,
     cos_sin_cache: Tensor,
     req_ids: Tensor,
@@ -141,24 +136,19 @@ def _side_by_side(
     precision: str,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The same kernels; those of the head weights and of the query heads have streams of their own."""
-    weights_side, heads_side = (SideStream(hidden, is_prefill=False, number=number) for number in (0, 1))
-    weights_side.follow()
-    heads_side.follow()
-    with weights_side:
-        index_weights = linear_fp32(hidden, w_index)
-    index_q = _heads_of(query_latent, w_index_q, w_index.shape[0])  # ahead of all query heads: the scores wait for it
-    with heads_side:
-        queries = _heads_of(query_latent, w_q, w_kc.shape[0])
+    """The same kernels, those of the query heads on a stream of their own."""
+    side = SideStream(query_latent, is_prefill=False, number=0)
+    side.follow()
+    with side:
+        queries = _queries(query_latent, w_q, w_kc)
         q = absorb(queries, w_kc, heads)
         rope_part = q[:, : queries.shape[1], KV_LORA_RANK:]
         direct.rope_(rope_part, positions, cos_sin_cache, True, as_dtype(queries[..., -ROPE_DIM:], torch.bfloat16))
-    rows = hidden.shape[0]
+    rows = query_latent.shape[0]
     records, k_records = (mla_cache.new_empty((rows, width)) for width in (MLA_RECORD_BYTES, INDEX_RECORD_BYTES))
     direct.pack_mla_kv(compressed_kv, k_pe, positions, cos_sin_cache, records, True, scale_format)
-    weights_side.join()
     q_fp8, q_weights = direct.quant_q_k_cp(
-        as_dtype(index_q, torch.bfloat16),
+        index_q,
         index_k,
         index_weights,
         positions,
@@ -174,7 +164,7 @@ def _side_by_side(
     indices = direct.indexer_topk_ragged_cp(
         q_fp8, q_weights, indexer_cache, block_table, req_ids, kv_lens, topk, workspace_bytes, index_precision
     )
-    heads_side.join()
+    side.join()
     out, _ = direct.sparse_mla_fp8_cp(
         q, mla_cache, indices, block_table, req_ids, kv_lens, softmax_scale, precision, batch_invariant
     )

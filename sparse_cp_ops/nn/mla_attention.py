@@ -197,7 +197,7 @@ class MlaAttention(nn.Module):
         if self.indexer is None or rows_are_split(plan):
             return False
         if torch.compiler.is_compiling():
-            return not plan.is_prefill and is_plain(self.q_b_proj) and is_plain(self.indexer.wq_b)
+            return not plan.is_prefill and is_plain(self.q_b_proj)
         if plan.is_prefill:
             return plan.req_ids.shape[0] <= FEW_ROWS
         return not runs_side_streams(plan.req_ids, plan.is_prefill)
@@ -210,20 +210,22 @@ class MlaAttention(nn.Module):
         indexer, query_latent = self.indexer, self._query_latent(hidden)
         assert indexer is not None
         latent, k_pe = self._compressed(hidden)
-        latent, k_pe = as_dtype(latent, torch.bfloat16), as_dtype(k_pe, torch.bfloat16)
-        index_k = as_dtype(indexer.k_norm(indexer.wk(hidden)), torch.bfloat16)
+        index_q, index_k = indexer.project_queries(query_latent), indexer.k_norm(indexer.wk(hidden))
+        rows = (
+            as_dtype(latent, torch.bfloat16),
+            as_dtype(k_pe, torch.bfloat16),
+            as_dtype(index_q, torch.bfloat16),
+            as_dtype(index_k, torch.bfloat16),
+        )
         w_index = indexer.weights_proj.weight
         if torch.compiler.is_compiling():
-            weights = (self._query_weight(heads), heads.w_kc, heads.w_vc, indexer.wq_b.weight, w_index)
-            values, picks = traced_decode_step(
-                hidden, query_latent, *weights, heads.padded, latent, k_pe, index_k, *others
-            )
+            weights = (self._query_weight(heads), heads.w_kc, heads.w_vc, w_index)
+            values, picks = traced_decode_step(hidden, query_latent, *weights, heads.padded, *rows, *others)
             return values, picks
-        index_q = as_dtype(indexer.project_queries(query_latent), torch.bfloat16)
         queries = self._queries(query_latent, heads)
         q = absorb(queries, heads.w_kc, heads.padded)
-        rows = (as_dtype(queries, torch.bfloat16), latent, k_pe, index_q, index_k, linear_fp32(hidden, w_index))
-        out, picks = direct.attend_new_rows(q, *rows, *others)
+        index_weights = linear_fp32(hidden, w_index)
+        out, picks = direct.attend_new_rows(q, as_dtype(queries, torch.bfloat16), *rows, index_weights, *others)
         return project_values(out, heads.w_vc), picks
 
     def _write_and_pick(
