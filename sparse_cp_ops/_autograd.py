@@ -24,7 +24,8 @@ OP_NAMES = (
 _library = torch.library.Library("sparse_cp_ops", "IMPL")
 
 
-def _refuse_grad(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def refuse_grad(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """The kernel for the Autograd key of an op without a derivative."""
     names = [argument.name for argument in op._schema.arguments]
     mutated = [
         (i, argument.name)
@@ -37,7 +38,7 @@ def _refuse_grad(op: torch._ops.OpOverload) -> Callable[..., Any]:
             for name, value in (*zip(names, args, strict=False), *kwargs.items()):
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     raise RuntimeError(
-                        f"sparse_cp_ops.{op._opname} is inference only, but {name} requires grad: "
+                        f"{op.namespace}.{op._opname} is inference only, but {name} requires grad: "
                         "call it under torch.no_grad() or torch.inference_mode(), or detach the argument"
                     )
         with torch._C._AutoDispatchBelowAutograd():
@@ -53,4 +54,4 @@ def _refuse_grad(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 for _name in OP_NAMES:
     _op = getattr(torch.ops.sparse_cp_ops, _name).default
-    _library.impl(_name, _refuse_grad(_op), "Autograd")
+    _library.impl(_name, refuse_grad(_op), "Autograd")

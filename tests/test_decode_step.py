@@ -83,6 +83,15 @@ def test_the_op_says_what_it_does(device: str) -> None:
     torch.library.opcheck(traced_decode_step, tuple(inputs(device)[0]))
 
 
+def test_gradients_are_refused_rather_than_lost(device: str) -> None:
+    values = inputs(device)[0]
+    values[2] = values[2].requires_grad_()
+    with pytest.raises(RuntimeError, match="decode_step is inference only, but w_q requires grad"):
+        traced_decode_step(*values)
+    with torch.no_grad():
+        traced_decode_step(*values)
+
+
 @pytest.mark.cuda
 def test_a_graph_runs_query_heads_beside_the_indexer() -> None:
     values, given, w_vc = inputs("cuda")
@@ -104,8 +113,12 @@ def test_a_graph_runs_query_heads_beside_the_indexer() -> None:
 
 
 def test_layers_that_do_more_than_a_product_are_not_plain() -> None:
-    hooked, patched = nn.Linear(2, 2), nn.Linear(2, 2)
+    hooked, patched = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     hooked.register_forward_hook(lambda *_: None)
     patched.forward = lambda x: x  # type: ignore[method-assign, assignment]
-    assert is_plain(nn.Linear(2, 2))
-    assert not any(is_plain(layer) for layer in (hooked, patched, nn.Identity(), type("Other", (nn.Linear,), {})(2, 2)))
+    biased = nn.Linear(2, 2)
+    assert is_plain(nn.Linear(2, 2, bias=False))
+    assert not any(
+        is_plain(layer)
+        for layer in (biased, hooked, patched, nn.Identity(), type("Other", (nn.Linear,), {})(2, 2, bias=False))
+    )

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparse_cp_ops._autograd import refuse_grad
 from sparse_cp_ops.kv_cache import INDEX_RECORD_BYTES, MLA_RECORD_BYTES
 from sparse_cp_ops.nn.bmm_into import bmm_into
 from sparse_cp_ops.nn.linear_fp32 import as_dtype, linear_fp32
@@ -42,9 +43,9 @@ def absorb(queries: Tensor, w_kc: Tensor, heads: int) -> Tensor:
 
 def is_plain(linear: nn.Module) -> bool:
     """Whether calling the module is the product with its weight, and nothing else."""
-    return type(linear) is nn.Linear and not (
-        linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__
-    )
+    if type(linear) is not nn.Linear or linear.bias is not None:
+        return False
+    return not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
 
 
 # Under torch.compile one op, so that a CUDA graph of compiled code runs the query heads beside the indexer, too: torch
@@ -180,3 +181,4 @@ def _fake(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 _library.impl("decode_step", _kernel, "CompositeExplicitAutograd")
 torch.library.register_fake("sparse_cp_ops_nn::decode_step", _fake, lib=_library)
 traced_decode_step = torch.ops.sparse_cp_ops_nn.decode_step.default
+_library.impl("decode_step", refuse_grad(traced_decode_step), "Autograd")
