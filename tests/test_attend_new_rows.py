@@ -104,7 +104,9 @@ def test_compiles(device: str) -> None:
         ({"queries": torch.zeros(10, 17, 192).bfloat16()}, "queries: expected at most 16 heads as in q"),
         ({"queries": torch.zeros(10, 16, 63).bfloat16()}, "queries: .* of at least 64 values"),
         ({"queries": torch.zeros(10, 192).bfloat16()}, "queries: expected 3 dimensions, got 2"),
-        ({"compressed_kv": torch.zeros(9, 512).bfloat16()}, r"k_pe: expected shape \[9, 64\]"),
+        ({"q": torch.zeros(1, 16, 576).bfloat16().expand(10, -1, -1)}, "q: expected memory without overlap"),
+        ({"q": torch.zeros(10, 16, 1152).bfloat16()[..., ::2]}, "q: expected a contiguous last dimension"),
+        ({"compressed_kv": torch.zeros(9, 512).bfloat16()}, r"compressed_kv: expected shape \[10, 512\]"),
         ({"k_pe": torch.zeros(10, 32).bfloat16()}, r"k_pe: expected shape \[10, 64\]"),
         ({"index_q": torch.zeros(10, 8, 64).bfloat16()}, r"index_q: expected shape \[10, \*, 128\]"),
         ({"index_k": torch.zeros(10, 128)}, "index_k: expected dtype bfloat16, got float32"),
@@ -113,12 +115,15 @@ def test_compiles(device: str) -> None:
         ({"mla_cache": torch.zeros(6, 16, 656)}, "mla_cache: expected dtype uint8"),
         ({"kv_lens": torch.zeros(9).int()}, r"kv_lens: expected shape \[10\]"),
         ({"scale_format": "ue4"}, "scale_format: expected"),
+        ({"index_precision": "high"}, 'index_precision: expected "fp32" or "f16"'),
+        ({"index_q_absmax": 0.0}, "index_q_absmax: expected a value in"),
+        ({"index_weight_scale": float("inf")}, "index_weight_scale: expected a finite"),
         ({"topk": 65}, "topk: expected a multiple of 64"),
         ({"softmax_scale": float("nan")}, "softmax_scale: expected a finite number"),
     ],
 )
 def test_arguments_are_named_in_errors(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="^" + message):
         ops.attend_new_rows(**arguments("cpu", **changes))
 
 
@@ -128,7 +133,26 @@ def test_types_are_named_in_errors() -> None:
             ops.attend_new_rows(**arguments("cpu", **{name: value}))
 
 
-def test_queries_have_memory_of_their_own(device: str) -> None:
+@pytest.mark.parametrize("written", WRITTEN)
+@pytest.mark.parametrize("read", [name for name in NAMES[:12] if name != "q"])
+def test_what_is_written_has_memory_of_its_own(written: str, read: str, device: str) -> None:
+    """Its steps know their own arguments alone: a cache over ``kv_lens`` would be written before those are read."""
     given = arguments(device)
-    with pytest.raises(ValueError, match=r"q: expected memory of its own .* overlaps queries"):
-        ops.attend_new_rows(**(given | {"queries": given["q"][..., :192]}))
+    bytes_needed = max(given[name].nbytes for name in (written, read))
+    memory = torch.zeros(bytes_needed, dtype=torch.uint8, device=device)
+    for name in (written, read):
+        given[name] = memory[: given[name].nbytes].view(given[name].dtype).view(given[name].shape).copy_(given[name])
+    before = memory.clone()
+    with pytest.raises(ValueError, match=rf"^{written}: expected memory of its own .* overlaps {read}"):
+        ops.attend_new_rows(**given)
+    assert torch.equal(memory, before)
+
+
+@pytest.mark.parametrize("cache", WRITTEN[1:])
+def test_queries_are_not_in_a_cache(cache: str, device: str) -> None:
+    given = arguments(device)
+    memory = torch.zeros(max(given["q"].nbytes, given[cache].nbytes), dtype=torch.uint8, device=device)
+    for name in ("q", cache):
+        given[name] = memory[: given[name].nbytes].view(given[name].dtype).view(given[name].shape)
+    with pytest.raises(ValueError, match=rf"^{cache}: expected memory of its own .* overlaps q"):
+        ops.attend_new_rows(**given)
