@@ -29,6 +29,16 @@ class Indexer(nn.Module):
     ) -> None:
         super().__init__()
         self.mla_config = mla_config
+        # Of attend_new_rows, in its order; read once, because each field of a config costs the host.
+        self.settings = (
+            mla_config.indexer_interleaved,
+            mla_config.index_weight_scale,
+            mla_config.q_absmax,
+            mla_config.scale_format,
+            mla_config.index_topk,
+            mla_config.workspace_bytes,
+            mla_config.precision,
+        )
         heads, dim = mla_config.index_n_heads, mla_config.index_head_dim
         self.wq_b = nn.Linear(mla_config.q_lora_rank, heads * dim, bias=False, device=device, dtype=dtype)
         self.wk = nn.Linear(mla_config.hidden_size, dim, bias=False, device=device, dtype=dtype)

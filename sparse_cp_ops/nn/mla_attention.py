@@ -173,7 +173,7 @@ class MlaAttention(nn.Module):
         if self.mla_config.quantise:
             if not isinstance(cache, PagedKvCache):
                 raise ValueError(f"cache: expected a PagedKvCache, got {type(cache).__name__}")
-            if self._takes_one_call(plan):
+            if self._takes_one_call(impl, plan):
                 values, picks = self._attend_new_rows(hidden, heads, cache, impl, plan)
             else:
                 q, picks = self._write_and_pick(hidden, heads, cache, impl, plan, prev_topk_indices)
@@ -188,13 +188,14 @@ class MlaAttention(nn.Module):
         out = self._project(values, heads, plan)
         return (restore_rows(out, plan, self.group) if plan.head_mode == "batch_slice" else out), picks
 
-    def _takes_one_call(self, plan: CpPlan) -> bool:
-        """Whether ``attend_new_rows`` serves: rows that no other rank needs, few enough that their inputs may live on.
+    def _takes_one_call(self, impl: SparseMlaImpl, plan: CpPlan) -> bool:
+        """Whether ``attend_new_rows`` serves: rows that no other rank needs, few enough that their inputs may live on,
+        and no step that somebody has put in another's place.
 
         Such rows are bound by the host. Under a CUDA graph's capture decode runs its steps side by side instead, and
         compiled code is made for prefill and decode, not for few and many rows.
         """
-        if self.indexer is None or rows_are_split(plan):
+        if type(self.indexer) is not Indexer or rows_are_split(plan) or not impl.is_plain():
             return False
         if torch.compiler.is_compiling():
             return not plan.is_prefill and is_plain(self.q_b_proj)
@@ -206,9 +207,10 @@ class MlaAttention(nn.Module):
         self, hidden: Tensor, heads: _Heads, cache: PagedKvCache, impl: SparseMlaImpl, plan: CpPlan
     ) -> tuple[Tensor, Tensor]:
         """Everything up to the values [L, heads.number * v_head_dim], and the picks."""
-        others = impl.new_rows_arguments(self.cos_sin_cache, cache, self._pages_of(cache), plan)
-        indexer, query_latent = self.indexer, self._query_latent(hidden)
+        indexer = self.indexer
         assert indexer is not None
+        others = impl.new_rows_arguments(indexer.settings, self.cos_sin_cache, cache, self._pages_of(cache), plan)
+        query_latent = self._query_latent(hidden)
         latent, k_pe = self._compressed(hidden)
         index_q, index_k = indexer.project_queries(query_latent), indexer.k_norm(indexer.wk(hidden))
         rows = (

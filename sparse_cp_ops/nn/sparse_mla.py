@@ -263,18 +263,9 @@ class SparseMlaImpl:
         _require_fitting_group(mla_config, parallelism_config, self.group)
         self.planner = ForwardPlanner(mla_config, parallelism_config, self.group)
         self.op = SparseMlaFp8CPOp(mla_config, parallelism_config, planner=self.planner)
-        # Of attend_new_rows, in its order; read once, because each field of a config costs the host.
-        self._op_settings = (
-            mla_config.indexer_interleaved,
-            mla_config.index_weight_scale,
-            mla_config.q_absmax,
-            mla_config.scale_format,
-            mla_config.index_topk,
-            mla_config.workspace_bytes,
-            mla_config.precision,
-            mla_config.softmax_scale,
-            mla_config.attention_precision,
-        )
+        # The last arguments of attend_new_rows; read once, because each field of a config costs the host.
+        self._attention_settings = (mla_config.softmax_scale, mla_config.attention_precision)
+        self._forwards_itself = type(self).forward is SparseMlaImpl.forward
 
     @classmethod
     def support_prefill_cp(cls) -> bool:
@@ -336,10 +327,19 @@ class SparseMlaImpl:
         out, lse = result
         return out, lse
 
+    def is_plain(self) -> bool:
+        """Whether ``forward`` is that of this class and its op has no hooks: then one call may take their place."""
+        op = self.op
+        return (
+            self._forwards_itself and type(op) is SparseMlaFp8CPOp and not (op._forward_hooks or op._forward_pre_hooks)
+        )
+
     def new_rows_arguments(
-        self, cos_sin_cache: Tensor, cache: PagedKvCache, layer_id: int, plan: CpPlan
+        self, settings: tuple[Any, ...], cos_sin_cache: Tensor, cache: PagedKvCache, layer_id: int, plan: CpPlan
     ) -> tuple[Any, ...]:
         """What ``ops.attend_new_rows`` takes from ``positions`` on, for rows that no other rank needs.
+
+        ``settings``: those of the layer's indexer, ``Indexer.settings``.
 
         Raises:
             ValueError: a missing or stale plan, one whose rows are split, a cache with another page size, or a layer
@@ -358,7 +358,8 @@ class SparseMlaImpl:
             block_table,
             cache.mla[layer_id],
             pages,
-            *self._op_settings,
+            *settings,
+            *self._attention_settings,
             batch_invariant(plan),
         )
 
