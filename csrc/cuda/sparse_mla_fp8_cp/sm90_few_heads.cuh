@@ -4,7 +4,7 @@
 // cost what they are. K and V^T are first operands in registers, converted straight out of the raw records, which
 // producer warps bring by bulk copies. Scorers (warpgroups) take whole steps of 64 keys in turn, adders all steps, each
 // for its half of the dimensions. With a split list the blocks of a cluster join their states at the end of a row.
-// Picture: docs/kernels/sparse_mla.md.
+// Picture: docs/kernels/sparse_mla_few_heads.md.
 //
 // Numbers: e4m3 is exact in f16, so a sum over one scale tile is exact before its fp32 scale. Weights carry the scale
 // of their values, weight' = exp2(logit - peak) * scale * 2^-reference, in f16; a head has one running peak, a scale
