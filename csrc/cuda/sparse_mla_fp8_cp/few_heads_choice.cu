@@ -18,8 +18,8 @@ int64_t blocks_at_a_time(const DeviceArch& arch, int32_t device_index, int64_t p
   return (clusters.load() - 1) * parts;
 }
 
-// Microseconds of a block that takes a list of so many steps, as measured (docs/kernels/sparse_mla_few_heads.md): its first keys
-// and its results, and what each step adds; below three steps nothing gets shorter.
+// Microseconds of a block that takes a list of so many steps, as measured (docs/kernels/sparse_mla_few_heads.md): its
+// first keys and its results, and what each step adds; below three steps nothing gets shorter.
 double block_time(int64_t heads, int64_t steps) {
   const double step = heads == 8 ? 0.88 : heads == 16 ? 0.95 : 1.22, rest = heads == 8 ? 7.4 : heads == 16 ? 8.2 : 10.6;
   return rest + step * std::max<int64_t>(steps, 3);
